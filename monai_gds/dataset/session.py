@@ -227,13 +227,13 @@ class Session(NamedTuple):
         digests = [key.digest for key in keys]
         # Not in inference mode, where writes into ghosts go unnoticed.
         draws = not (whole or self.own_end or torch.is_inference_mode_enabled()) and bool(drawn_ahead(split))
-        started = cache.start(digests, lazily=draws)
+        started = cache.start(digests, "rest" if draws else "all")
         # An item without draws needs a turn only if later items are begun before it is finished.
-        is_whole = alone and started[0] is not None and not started[0].tiled
+        is_whole = alone and started[0] is not None and not started[0].later
         queue = runtime.queue(split, self.target()) if draws and not is_whole else None
         found: list[Begun] = []
         for item, index, key, one in zip(items, indices, keys, started, strict=True):
-            pending, lazy = (None, one) if one is not None and one.tiled else (one, None)
+            pending, lazy = (None, one) if one is not None and one.later else (one, None)
             turn = None if queue is None else Turn(queue, lazy, item)
             found.append(Begun(self, item, index, cache, key, pending, turn))
         if queue is not None:

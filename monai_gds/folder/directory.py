@@ -41,7 +41,7 @@ from monai_gds.records.compression import WHOLE, Compression
 from monai_gds.records.entries import read_whole
 from monai_gds.records.header import SUFFIX, parse
 from monai_gds.records.heads import Form
-from monai_gds.records.pending import PendingItem, start
+from monai_gds.records.pending import First, PendingItem, start
 from monai_gds.records.problems import Problems, with_advice
 from monai_gds.records.reader import Mmap, RecordReader, Verify
 from monai_gds.records.writing import pack_record
@@ -111,12 +111,12 @@ class CacheDirectory:
 
     # Reading
 
-    def start(self, digests: Sequence[str], lazily: bool = False) -> list[PendingItem | None]:
+    def start(self, digests: Sequence[str], first: First = "all") -> list[PendingItem | None]:
         """Starts reading records, after waiting for those that are just being saved. Small ones are read together.
 
         Args:
             digests: the digests of the records' keys.
-            lazily: whether to leave out tensors in tiles, of which boxes are requested later.
+            first: what to read of them now.
 
         Returns:
             For each record what is being read of it; None if there is no usable one. Anything but a plain absence has
@@ -126,7 +126,7 @@ class CacheDirectory:
         writer = process_writer()
         for path in paths:
             writer.wait_for(path)
-        return start(self._reader, paths, lazily)
+        return start(self._reader, paths, first)
 
     def holds(self, digest: str, converted: bool = False) -> bool:
         """Whether there is a record with a sound header. Its data are not read; a damaged header is reported.

@@ -16,7 +16,7 @@ from typing import Any
 
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.writer import process_writer
-from monai_gds.records.pending import PendingItem
+from monai_gds.records.pending import First, PendingItem
 from monai_gds.shared.leases import Leases
 from monai_gds.storage import Storage
 
@@ -35,13 +35,13 @@ class TwoTiers(CacheDirectory):
         super().__init__(path, storage, **more)
         self._near, self._in_background = near, in_background
 
-    def start(self, digests: Sequence[str], lazily: bool = False) -> list[PendingItem | None]:
+    def start(self, digests: Sequence[str], first: First = "all") -> list[PendingItem | None]:
         """Starts records from the near directory, and those it lacks from the shared one. Those are then copied."""
-        found = self._near.start(digests, lazily)
+        found = self._near.start(digests, first)
         absent = [i for i, one in enumerate(found) if one is None]
         if not absent:
             return found
-        for i, one in zip(absent, super().start([digests[i] for i in absent], lazily), strict=True):
+        for i, one in zip(absent, super().start([digests[i] for i in absent], first), strict=True):
             found[i] = one
             if one is not None:
                 self._copy(digests[i])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +56,7 @@ class _Drawn(NamedTuple):
 class _NoVolumes:
     """Stands for :class:`Volumes` where the crops of an item hold no voxel."""
 
-    def wait(self) -> dict[str, Volume]:
+    def wait(self) -> Mapping[str, Volume]:
         return {}
 
 
@@ -89,7 +89,7 @@ class Turn:
             return self.taken
         if self.volumes is not None:
             return self.lazy.nbytes
-        return self.lazy.nbytes + sum(dtype.itemsize * prod(shape) for dtype, shape in self.lazy.tiled.values())
+        return self.lazy.nbytes + sum(dtype.itemsize * prod(shape) for dtype, shape in self.lazy.later.values())
 
 
 class Draws:
@@ -208,7 +208,7 @@ class Draws:
     def _drawn(self, turn: Turn, count: int, before: States) -> _Drawn | None:
         """An item after its first steps; None if all of its values are needed, or the record is of no use."""
         while count and turn.lazy is not None:
-            ghosts = Ghosts(turn.lazy.tiled)
+            ghosts = Ghosts(turn.lazy.later)
             done = 0
             try:
                 found = turn.lazy.wait(turn.item, ghosts.tensors)
@@ -243,7 +243,7 @@ class Draws:
 
     def _read_whole(self, turn: Turn) -> None:
         assert turn.lazy is not None, "the caller has checked"
-        turn.volumes = turn.lazy.read({name: [whole_box(shape)] for name, (_, shape) in turn.lazy.tiled.items()})
+        turn.volumes = turn.lazy.read({name: [whole_box(shape)] for name, (_, shape) in turn.lazy.later.items()})
 
     def _discard(self, turn: Turn) -> None:
         """Discards all draws, since that of this turn was wrong."""

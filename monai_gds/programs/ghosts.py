@@ -30,7 +30,7 @@ from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import Split
 
 if TYPE_CHECKING:
-    from monai_gds.records.volumes import Volume
+    from monai_gds.records.volumes import Volume, Whole
     from monai_gds.tiles.boxes import Box
 
 #: The transforms that may see ghosts, by name. tests/programs/test_ghosts.py generates and proves this list.
@@ -213,7 +213,7 @@ class Ghosts:
                     found.setdefault(name, {})[place] = (a, b, c)
         return {name: list(boxes.values()) for name, boxes in found.items()}
 
-    def realize(self, item: Any, volumes: Mapping[str, Volume], device: torch.device) -> Any:
+    def realize(self, item: Any, volumes: Mapping[str, Volume | Whole], device: torch.device) -> Any:
         """The item with the same views of the volumes in place of views of ghosts. Changes dicts and lists in place."""
         made: dict[int, torch.Tensor] = {}
 
@@ -225,7 +225,9 @@ class Ghosts:
         with _plainly():
             return _replaced(item, real)
 
-    def _realized(self, ghost: torch.Tensor, volumes: Mapping[str, Volume], device: torch.device) -> torch.Tensor:
+    def _realized(
+        self, ghost: torch.Tensor, volumes: Mapping[str, Volume | Whole], device: torch.device
+    ) -> torch.Tensor:
         name = self._names[ghost.untyped_storage()._cdata]
         if ghost.numel():
             plain = volumes[name].view(ghost.shape, ghost.stride(), int(ghost.storage_offset()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +111,23 @@ class RecordHead(NamedTuple):
                 (dtype, shape), stored = tiled[name], np.frombuffer(blocks[RUNS + name], np.uint8)
                 runs[name] = RunTable(shape, dtype, stored, at.nbytes), at.offset
         return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, runs)
+
+    def forms(self) -> dict[str, TensorForm]:
+        """What each tensor is, by name."""
+        layouts = {name: tiles.layout for name, tiles in self.tiles.items()}
+        return {
+            name: TensorForm(layouts[name].dtype, layouts[name].shape) if name in layouts else TensorForm(dtype, shape)
+            for name, dtype, shape in self.table.tensors
+        }
+
+    def part(self, names: Collection[str]) -> TensorTable:
+        """Where the tensors of these names lie."""
+        if len(names) == len(self.table.tensors):
+            return self.table
+        chosen = [i for i, (name, _, _) in enumerate(self.table.tensors) if name in names]
+        reads = self.table.reads
+        ranges = tuple([(int(reads.offset[i]), int(reads.nbytes[i])) for i in chosen])
+        return TensorTable(tuple([self.table.tensors[i] for i in chosen]), ranges)
 
 
 def tiles_of(record: Header, name: str, table: np.ndarray) -> Tiles:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from monai_gds.records.entries import check
 from monai_gds.records.heads import RecordHead, TensorForm, TensorTable
 from monai_gds.records.problems import is_of_record
 from monai_gds.records.reader import TRIES, Begun, RecordReader
-from monai_gds.records.volumes import Part, Volume
+from monai_gds.records.volumes import Part, Volume, Whole
 from monai_gds.storage import Reads
 from monai_gds.tiles.boxes import Box
 from monai_gds.tiles.runs import Runs, RunTable
@@ -32,49 +32,53 @@ _Found: TypeAlias = "dict[str, dict[int, int]]"
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
+#: What of a record is read at once: all of it, all but what is in tiles, or nothing but its head.
+First: TypeAlias = Literal["all", "rest", "head"]
 
-def start(reader: RecordReader, paths: Sequence[str], lazily: bool = False) -> list[PendingItem | None]:
+
+def start(reader: RecordReader, paths: Sequence[str], first: First = "all") -> list[PendingItem | None]:
     """Starts reading records. Small ones whose heads are in memory are read together.
 
     Args:
         reader: reads them.
         paths: the records.
-        lazily: whether to leave out tensors in tiles, of which :meth:`PendingItem.read` then reads boxes.
+        first: what to read now. :meth:`PendingItem.read` reads boxes of the other tensors.
 
     Returns:
         For each record what is being read of it; None if there is no usable one, which has been reported unless it is
         absent.
     """
     if len(paths) == 1:  # reading one record "together" costs 5 us
-        return [_started(reader, paths[0], lazily)]
+        return [_started(reader, paths[0], first)]
     found: list[PendingItem | None] = [None] * len(paths)
     together: list[tuple[int, RecordHead, bool]] = []
     for i, path in enumerate(paths):
         head = reader.heads.get(path)
-        if head is not None and not head.tiles and head.file.size <= limits.TOGETHER_RECORD_BYTES:
+        small = head is not None and not head.tiles and head.file.size <= limits.TOGETHER_RECORD_BYTES
+        if head is not None and small and first != "head":
             verify = reader.must_verify(path, head.file)
             if verify or not reader.on_cpu:
                 together.append((i, head, verify))
                 continue
-        found[i] = _started(reader, path, lazily)
+        found[i] = _started(reader, path, first)
     for group in in_groups(together, lambda small: small[1].file.size, limits.TOGETHER_RECORDS, limits.TOGETHER_BYTES):
         reads = Reads.join([head.table.reads.at(paths[i], head.file) for i, head, _ in group])
-        pending, first = reader.storage.load(reads), 0
+        pending, tensor = reader.storage.load(reads), 0
         for file, (i, head, verify) in enumerate(group):
-            found[i] = PendingItem(reader, paths[i], head, Begun(pending, None, verify, file, first), lazily)
-            first += len(head.table.reads)
+            found[i] = PendingItem(reader, paths[i], head, Begun(pending, None, verify, file, tensor), first)
+            tensor += len(head.table.reads)
     return found
 
 
-def _started(reader: RecordReader, path: str, lazily: bool) -> PendingItem | None:
+def _started(reader: RecordReader, path: str, first: First) -> PendingItem | None:
     tries = TRIES
     while tries:
         try:
             head = reader.head(path)
-            begun = reader.begin(path, head, head.rest if lazily else head.table)
-            if reader.on_cpu and begun.pending.done and (errors := begun.pending.errors):
+            begun = None if first == "head" else reader.begin(path, head, head.rest if first == "rest" else head.table)
+            if begun is not None and reader.on_cpu and begun.pending.done and (errors := begun.pending.errors):
                 raise errors[0]
-            return PendingItem(reader, path, head, begun, lazily)
+            return PendingItem(reader, path, head, begun, first)
         except Exception as e:
             tries = reader.give_up(path, e, tries)
     return None
@@ -84,19 +88,22 @@ class PendingItem:
     """An item being read from a record.
 
     Attributes:
-        tiled: dtype and shape, by name, of each tensor of which :meth:`read` reads boxes. Empty if all of the item is
-            being read. Tensors that come as NumPy arrays, are complex or require a gradient are not among them.
+        later: dtype and shape, by name, of each tensor that is not being read. :meth:`read` reads boxes of those in
+            tiles, and all of any other. Tensors that come as NumPy arrays, are complex or require a gradient are among
+            them only if nothing is being read.
         nbytes: bytes of the record. If boxes are read, bytes of the reads begun so far, and of the memory of what they
             are unpacked to.
     """
 
-    __slots__ = ("_begun", "_error", "_found", "_head", "_path", "_reader", "nbytes", "tiled")
+    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "later", "nbytes")
 
-    def __init__(self, reader: RecordReader, path: str, head: RecordHead, begun: Begun, lazily: bool) -> None:
-        self._reader, self._path, self._head = reader, path, head
+    def __init__(self, reader: RecordReader, path: str, head: RecordHead, begun: Begun | None, first: First) -> None:
+        self._reader, self._path, self._head, self._first = reader, path, head, first
         self._begun: Begun | None = begun
-        self.tiled: Mapping[str, TensorForm] = head.tiled if lazily else _NONE
-        self.nbytes = head.rest.reads.total if self.tiled else head.file.size
+        self.later: Mapping[str, TensorForm] = _NONE if first == "all" else head.tiled
+        if first == "head":
+            self.later = head.forms()
+        self.nbytes = 0 if first == "head" else head.rest.reads.total if self.later else head.file.size
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
 
@@ -110,7 +117,7 @@ class PendingItem:
 
         Args:
             item: the dataset's own item, from which values are taken that no record can store.
-            tensors: replace those in :attr:`tiled`, by name.
+            tensors: take the place of those in :attr:`later`, by name.
 
         Returns:
             ``(item,)``, since an item may itself be None. It shares nothing with that of another call. None if the
@@ -122,59 +129,26 @@ class PendingItem:
             try:
                 return (self._assembled(item, tensors),)
             except Exception as e:
-                tries = self._reader.give_up(self._path, e, 0 if self.tiled else tries)
+                tries = self._reader.give_up(self._path, e, 0 if self.later else tries)
         return None
 
     def _assembled(self, item: Any, given: Mapping[str, torch.Tensor]) -> Any:
         begun, self._begun = self._begun, None
+        if self._first == "head":
+            return self._head.recipe(dict(given), item)
         if begun is None:  # the record was replaced, or somebody may have changed the tensors of the first call
-            if not self.tiled:
+            if not self.later:
                 self._head = self._reader.head(self._path)
-            begun = self._reader.begin(self._path, self._head, self._head.rest if self.tiled else self._head.table)
-        pending, unpacking, verify, file, first = begun
-        head = self._head
-        table = head.rest if self.tiled else head.table
-        stages.enter("reading")
-        errors, raw = pending.errors, pending.tensors
-        stages.enter("decoding")
-        if errors and file in errors:
-            raise errors[file]
-        if unpacking is not None:
-            unpacking.check()
-        if len(raw) != len(table.tensors):  # it was read together with others
-            raw = raw[first : first + len(table.tensors)]
-        if verify:
-            self._verify(table, raw, unpacking is not None)
-        if head.tiles:
-            tensors = {**self._unpacked(table, raw, unpacking is not None), **given}
-        else:
-            tensors = {
-                name: tensor_of(data, dtype, shape)
-                for (name, dtype, shape), data in zip(table.tensors, raw, strict=True)
-            }
-        return head.recipe(tensors, item)
-
-    def _verify(self, table: TensorTable, raw: Sequence[torch.Tensor], on_device: bool) -> None:
-        """Compares checksums. A device has compared those of tiles when it unpacked them."""
-        head = self._head
-        checksums = dict(zip((name for name, _, _ in head.table.tensors), head.checksums, strict=True))
-        for (name, _, _), data in zip(table.tensors, raw, strict=True):
-            if not (on_device and name in head.tiles):
-                check(name, checksums[name], data)
-        self._reader.mark_verified(self._path, head.file, whole=not self.tiled)
-
-    def _unpacked(self, table: TensorTable, raw: Sequence[torch.Tensor], on_device: bool) -> dict[str, torch.Tensor]:
-        tiles, tensors = self._head.tiles, {}
-        for (name, dtype, shape), data in zip(table.tensors, raw, strict=True):
-            if name not in tiles:
-                tensors[name] = tensor_of(data, dtype, shape)
-            else:
-                tensors[name] = data if on_device else unpack(tiles[name], data.cpu().numpy()).to(data.device)
-        return tensors
+            begun = self._reader.begin(self._path, self._head, self._head.rest if self.later else self._head.table)
+        table = self._head.rest if self.later else self._head.table
+        tensors = _whole(self._reader, self._path, self._head, table, begun)
+        if begun.verify:
+            self._reader.mark_verified(self._path, self._head.file, whole=not self.later)
+        return self._head.recipe({**tensors, **given}, item)
 
     @property
     def runs(self) -> Mapping[str, Runs]:
-        """The runs of those labels in :attr:`tiled` that have any, by name. Finding an element reads a few kB, at once.
+        """The runs of those labels in :attr:`later` that have any, by name. Finding an element reads a few kB, at once.
 
         If that raises, what :meth:`read` returns afterwards gives None, and the record is reported.
         """
@@ -192,39 +166,87 @@ class PendingItem:
             raise
 
     def read(self, boxes: Mapping[str, Sequence[Box]]) -> Volumes:
-        """Starts reading boxes of tensors in :attr:`tiled`.
+        """Starts reading tensors in :attr:`later`.
 
         Args:
-            boxes: which voxels, by the name of the tensor; none of them empty.
+            boxes: which voxels, by the name of the tensor; none of them empty. A tensor that is not in tiles is read
+                whole.
         """
         stages.enter("reading")
-        begun, parts = None, list[Part]()
+        head, reader = self._head, self._reader
+        volumes = Volumes(reader, self._path, head, self._found)
         if self._error is not None:
-            self._reader.give_up(self._path, self._error)
+            reader.give_up(self._path, self._error)
+            return volumes
+        on_device = reader.unpacks_there()
+        volumes.parts = [
+            Part.of(name, head, wanted, on_device) for name, wanted in boxes.items() if wanted and name in head.tiled
+        ]
+        self.nbytes += sum(part.selection.nbytes + part.nbytes for part in volumes.parts)
+        whole = boxes.keys() - head.tiled.keys()
+        try:
+            if volumes.parts:
+                volumes.begun = reader.begin_boxes(self._path, head, volumes.parts)
+            if whole:
+                volumes.table = head.part(whole)
+                volumes.whole = reader.begin(self._path, head, volumes.table)
+                self.nbytes += volumes.table.reads.total
+        except Exception as e:
+            reader.give_up(self._path, e)
+            volumes.failed = True
+        return volumes
+
+
+def _whole(
+    reader: RecordReader, path: str, head: RecordHead, table: TensorTable, begun: Begun
+) -> dict[str, torch.Tensor]:
+    """The tensors of a table, whole, once they are read."""
+    stages.enter("reading")
+    errors, raw = begun.pending.errors, begun.pending.tensors
+    stages.enter("decoding")
+    if errors and begun.file in errors:
+        raise errors[begun.file]
+    on_device = begun.unpacking is not None
+    if begun.unpacking is not None:
+        begun.unpacking.check()
+    if len(raw) != len(table.tensors):  # it was read together with others
+        raw = raw[begun.first : begun.first + len(table.tensors)]
+    if begun.verify:
+        checksums = dict(zip((name for name, _, _ in head.table.tensors), head.checksums, strict=True))
+        for (name, _, _), data in zip(table.tensors, raw, strict=True):
+            if not (on_device and name in head.tiles):  # a device has compared those of tiles when it unpacked them
+                check(name, checksums[name], data)
+    tensors = {}
+    for (name, dtype, shape), data in zip(table.tensors, raw, strict=True):
+        if name not in head.tiles:
+            tensors[name] = tensor_of(data, dtype, shape)
         else:
-            on_device = self._reader.unpacks_there()
-            parts = [Part.of(name, self._head, wanted, on_device) for name, wanted in boxes.items() if wanted]
-            try:
-                begun = self._reader.begin_boxes(self._path, self._head, parts)
-            except Exception as e:
-                self._reader.give_up(self._path, e)
-            self.nbytes += sum(part.selection.nbytes + part.nbytes for part in parts)
-        return Volumes(self._reader, self._path, self._head, parts, begun, self._found)
+            tensors[name] = data if on_device else unpack(head.tiles[name], data.cpu().numpy()).to(data.device)
+    return tensors
 
 
 class Volumes:
-    """Boxes being read of the tensors of a record."""
+    """What is being read of the tensors of a record.
 
-    def __init__(
-        self, reader: RecordReader, path: str, head: RecordHead, parts: Sequence[Part], begun: Begun | None,
-        runs: _Found,
-    ) -> None:  # fmt: skip
-        self._reader, self._path, self._head, self._parts, self._runs = reader, path, head, parts, runs
-        self._begun = begun
-        self._found: dict[str, Volume] | None = None
+    Attributes:
+        parts: boxes of tensors in tiles.
+        begun: their read.
+        table: other tensors, which are read whole.
+        whole: their read.
+        failed: whether a read could not be begun, which has been reported.
+    """
+
+    def __init__(self, reader: RecordReader, path: str, head: RecordHead, runs: _Found) -> None:
+        self._reader, self._path, self._head, self._runs = reader, path, head, runs
+        self.parts: Sequence[Part] = ()
+        self.table: TensorTable | None = None
+        self.begun: Begun | None = None
+        self.whole: Begun | None = None
+        self.failed = False
+        self._found: dict[str, Volume | Whole] | None = None
         self._lock = threading.Lock()
 
-    def wait(self) -> dict[str, Volume] | None:
+    def wait(self) -> dict[str, Volume | Whole] | None:
         """Waits for the reads, and unpacks what was read on the CPU. Tensors may be used on the current stream at once.
 
         Returns:
@@ -232,12 +254,16 @@ class Volumes:
             which has been reported, or was replaced or deleted meanwhile: compute the item, or start again.
         """
         with self._lock:
-            if self._begun is not None:
+            begun, whole, self.begun, self.whole = self.begun, self.whole, None, None
+            if not self.failed and (begun is not None or whole is not None):
                 try:
-                    self._found = self._unpacked(self._begun)
+                    found: dict[str, Volume | Whole] = {} if begun is None else {**self._unpacked(begun)}
+                    if whole is not None and self.table is not None:
+                        tensors = _whole(self._reader, self._path, self._head, self.table, whole)
+                        found |= {name: Whole(tensor) for name, tensor in tensors.items()}
+                    self._found = found
                 except Exception as e:
                     self._reader.give_up(self._path, e)
-                self._begun = None
             return self._found
 
     def _unpacked(self, begun: Begun) -> dict[str, Volume]:
@@ -247,10 +273,10 @@ class Volumes:
         if begun.unpacking is not None:
             begun.unpacking.check()
             return {
-                part.name: Volume(data.view(-1), part.arrangement) for part, data in zip(self._parts, raw, strict=True)
+                part.name: Volume(data.view(-1), part.arrangement) for part, data in zip(self.parts, raw, strict=True)
             }
         found = {}
-        for part, data in zip(self._parts, raw, strict=True):
+        for part, data in zip(self.parts, raw, strict=True):
             self._reader.check_tiles(self._path, self._head, part.tiles, part.selection, data.numpy())
             volume = part.unpack(data.numpy())
             if part.name in self._runs:

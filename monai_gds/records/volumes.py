@@ -52,6 +52,20 @@ class Volume(NamedTuple):
         return self.data.view(self.arrangement.shape)
 
 
+class Whole(NamedTuple):
+    """A whole tensor, contiguous. Has :class:`Volume`'s view."""
+
+    data: torch.Tensor
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+        """A view, as one of the tensor's memory."""
+        return self.data.as_strided(size, stride, self.data.storage_offset() + offset)
+
+    def whole(self) -> torch.Tensor:
+        """The tensor."""
+        return self.data
+
+
 class Part(NamedTuple):
     """The part of one tensor that is read."""
 

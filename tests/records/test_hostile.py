@@ -92,15 +92,15 @@ class Place:
         return found
 
     def _lazily(self) -> Any:
-        (lazy,) = self.cache().start([key().digest], lazily=True)
-        if lazy is None or not lazy.tiled:
+        (lazy,) = self.cache().start([key().digest], first="rest")
+        if lazy is None or not lazy.later:
             return None if lazy is None else lazy.wait()
         for runs in lazy.runs.values():
             for value in range(len(runs.values)):
                 chosen = np.arange(len(runs.values)) == value
                 with contextlib.suppress(RecordError, IndexError):
                     runs.find(chosen, runs.count(chosen) - 1)
-        parts = lazy.read({name: [whole_box(form.shape)] for name, form in lazy.tiled.items()}).wait()
+        parts = lazy.read({name: [whole_box(form.shape)] for name, form in lazy.later.items()}).wait()
         return None if parts is None else lazy.wait(tensors={name: volume.whole() for name, volume in parts.items()})
 
 

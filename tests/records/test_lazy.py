@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from monai_gds.storage import memory as pools
 from monai_gds.storage import open_storage
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.tiles import blosc
-from monai_gds.tiles.boxes import Box
+from monai_gds.tiles.boxes import Box, whole_box
 from tests.caches import key
 from tests.folder.test_directory import flip, path_of
 
@@ -66,8 +67,8 @@ def crop(volume: Volume, whole: torch.Tensor, wanted: Box) -> torch.Tensor:
 
 
 def lazily(cache: CacheDirectory) -> PendingItem:
-    (found,) = cache.start([key().digest], lazily=True)
-    assert found is not None and found.tiled
+    (found,) = cache.start([key().digest], first="rest")
+    assert found is not None and found.later
     return found
 
 
@@ -83,8 +84,8 @@ def test_boxes_come_as_crops_of_the_whole(tmp_path: Path) -> None:
     boxes = [box(0, 0, 0, 40), box(33, 40, 50, 47, 50, 50), box(30, 0, 60, 1)]
     for _ in range(2):
         found = lazily(cache)
-        assert set(found.tiled) == {"image", "label", "array"}
-        assert found.tiled["image"] == TensorForm(torch.float32, (1, 80, 90, 100))
+        assert set(found.later) == {"image", "label", "array"}
+        assert found.later["image"] == TensorForm(torch.float32, (1, 80, 90, 100))
         volumes = read(found, {"image": boxes, "label": boxes[:1]})
         for wanted in boxes:
             view = crop(volumes["image"], image(), wanted)
@@ -99,8 +100,8 @@ def test_the_item_is_put_together_with_any_tensors(tmp_path: Path) -> None:
     cache = opened(tmp_path, codec="zstd", form=Form(numpy=True))
     assert cache.publish(key(), encode_item(item()))
     found = lazily(cache)
-    assert set(found.tiled) == {"image", "label"}
-    given = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in found.tiled.items()}
+    assert set(found.later) == {"image", "label"}
+    given = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in found.later.items()}
     (ghosts,) = found.wait(tensors=given)
     assert ghosts["image"].is_meta and isinstance(ghosts["image"], MetaTensor)
     assert (ghosts["array"] == 1).all() and isinstance(ghosts["array"], np.ndarray) and ghosts["name"] == "x"
@@ -111,6 +112,40 @@ def test_the_item_is_put_together_with_any_tensors(tmp_path: Path) -> None:
     assert (again["array"] == 1).all() and "more" not in again["image"].meta
     assert torch.equal(again["image"].as_tensor(), image()) and again["image"].is_contiguous()
     assert torch.equal(again["label"].as_tensor(), item()["label"].as_tensor())
+
+
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_nothing_is_read_but_what_is_asked_for(tmp_path: Path, codec: str | None) -> None:
+    cache = opened(tmp_path, codec=codec) if codec else opened(tmp_path)
+    assert cache.publish(key(), encode_item(item()))
+    everything = {"image", "label", "array", "small"}
+    for wanted in (everything, {"array"}, {"label", "image"}):
+        (found,) = cache.start([key().digest], first="head")
+        assert found is not None and found.ready and not found.nbytes
+        assert set(found.later) == everything and found.later["image"] == TensorForm(torch.float32, (1, 80, 90, 100))
+        given = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in found.later.items()}
+        (ghosts,) = found.wait(tensors=given)
+        assert ghosts["image"].is_meta and ghosts["name"] == "x"
+        volumes = read(found, {n: [CORNER if n == "image" else whole_box(found.later[n].shape)] for n in wanted})
+        assert set(volumes) == wanted
+        for name in wanted - {"image"}:
+            assert torch.equal(volumes[name].whole(), torch.as_tensor(item()[name]))
+        if "image" in wanted:
+            assert torch.equal(crop(volumes["image"], image(), CORNER), image()[(..., *CORNER)])
+            assert found.nbytes
+
+
+def test_damage_of_what_is_read_whole_is_found(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    assert cache.publish(key(), encode_item({"image": image(), "label": image() + 1}))
+    path = path_of(cache, "a")
+    head = cache._reader.head(cache.record_path(key().digest))
+    flip(path, int(head.table.reads.offset[0]) + 50)
+    for name, usable in (("label", True), ("image", False)):
+        (found,) = opened(tmp_path).start([key().digest], first="head")
+        assert found is not None
+        with nullcontext() if usable else pytest.warns(CacheWarning, match="checksum"):
+            assert (found.read({name: [WHOLE]}).wait() is not None) == usable
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,7 +178,7 @@ def place_of(cache: CacheDirectory, name: str) -> int:
 
 def corner(cache: CacheDirectory, wanted: Box = CORNER) -> bool | None:
     """Whether a box comes as it should; None if there is no usable record."""
-    (found,) = cache.start([key().digest], lazily=True)
+    (found,) = cache.start([key().digest], first="rest")
     volumes = found.read({"image": [wanted]}).wait() if found is not None else None
     return None if volumes is None else torch.equal(crop(volumes["image"], image(), wanted), image()[(..., *wanted)])
 
@@ -202,7 +237,7 @@ def test_a_record_that_is_replaced_is_read_anew_and_one_that_is_deleted_is_absen
     found = lazily(cache)
     path.unlink()
     assert found.read({"image": [CORNER]}).wait() is None
-    assert cache.start([key().digest], lazily=True) == [None]
+    assert cache.start([key().digest], first="rest") == [None]
 
 
 def test_an_input_output_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +284,7 @@ def test_a_damaged_table_makes_no_item(tmp_path: Path) -> None:
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     flip(path, header + 20)
     with pytest.warns(CacheWarning, match="__tiles.image"):
-        assert opened(tmp_path).start([key().digest], lazily=True) == [None]
+        assert opened(tmp_path).start([key().digest], first="rest") == [None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,8 +360,8 @@ def test_a_record_without_tiles_is_read_whole(tmp_path: Path) -> None:
     cache = opened(tmp_path)
     assert cache.publish(key(), encode_item({"image": image(), "n": 1}))
     for _ in range(2):
-        (found,) = cache.start([key().digest], lazily=True)
-        assert found is not None and not found.tiled
+        (found,) = cache.start([key().digest], first="rest")
+        assert found is not None and not found.later
         (read_whole,) = found.wait()
         assert torch.equal(read_whole["image"], image()) and read_whole["n"] == 1
 
@@ -335,8 +370,8 @@ def test_complex_tensors_and_those_with_gradients_are_read_whole(tmp_path: Path)
     cache = opened(tmp_path, codec="lz4")
     some = {"a": image().requires_grad_(), "b": torch.complex(image(), image())}
     assert cache.publish(key(), encode_item(some))
-    (found,) = cache.start([key().digest], lazily=True)
-    assert found is not None and not found.tiled
+    (found,) = cache.start([key().digest], first="rest")
+    assert found is not None and not found.later
     (one,) = found.wait()
     assert torch.equal(one["a"], image()) and one["a"].requires_grad and torch.equal(one["b"], some["b"])
 

@@ -60,8 +60,8 @@ def test_an_item_that_keeps_arrays_has_runs_of_tensors_only(tmp_path: Path) -> N
 def test_what_is_stored_whole_has_no_runs(tmp_path: Path, codec: str | None) -> None:
     cache = opened(tmp_path, codec=codec)
     assert cache.publish(key(), encode_item({"label": label()[:, :10] if codec else label()}))
-    (found,) = cache.start([key().digest], lazily=True)
-    assert found is not None and not found.tiled
+    (found,) = cache.start([key().digest], first="rest")
+    assert found is not None and not found.later
 
 
 def blocks_in(path: Path) -> slice:
@@ -127,7 +127,7 @@ def test_strange_entries_are_refused(tmp_path: Path, change: Change, says: str) 
     entries["__metadata__"]["checksums"] = json.dumps({**sums, **dict.fromkeys(entries, "0" * 16)})
     path.write_bytes(with_header(path.read_bytes(), entries))
     with pytest.warns(CacheWarning, match=says):
-        assert cache.start([key().digest], lazily=True) == [None]
+        assert cache.start([key().digest], first="rest") == [None]
 
 
 def test_runs_that_contradict_their_table_are_not_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
