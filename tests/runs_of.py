@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from monai_gds.tiles.runs import Runs, RunTable, pack
+from monai_gds.tiles.runs import Runs, RunTable, above, pack
 
 __all__ = ["reading", "unpacking"]
 
 
-def reading(label: torch.Tensor) -> Runs:
-    """The runs of a label, packed and read as out of a record."""
-    packed = pack(label)
+def reading(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "") -> Runs:
+    """The runs of a label, or joint ones, packed and read as out of a record."""
+    packed = pack(label, None if image is None else above(image, threshold))
     assert packed is not None
-    table = RunTable(tuple(label.shape), label.dtype, packed.table.numpy(), len(packed.blocks))
-
+    form = None if image is None else (image.dtype, tuple(image.shape))
+    table = RunTable(tuple(label.shape), label.dtype, packed.table.numpy(), len(packed.blocks), form)
     return unpacking(table, packed.blocks.numpy())
 
 

@@ -128,6 +128,11 @@ class CacheDirectory:
             writer.wait_for(path)
         return start(self._reader, paths, first)
 
+    def warm(self) -> None:
+        """Loads now what the first read of a record loads, if that is much."""
+        if self.compression.codec:
+            self._reader.warm()
+
     def holds(self, digest: str, converted: bool = False) -> bool:
         """Whether there is a record with a sound header. Its data are not read; a damaged header is reported.
 
@@ -219,6 +224,10 @@ class CacheDirectory:
             self._problems.unwritable(e)
             return False
         return True
+
+    def report_full(self, why: str) -> None:
+        """Reports, once in a run, that another process found no room for a record."""
+        self._problems.unwritable(OverBudget(why))
 
     def adopt(self, digest: str, source: str) -> None:
         """Copies a record of another directory, if there is room. A failure is only reported, once per kind."""

@@ -156,6 +156,7 @@ class TreePlan:
     Attributes:
         end: how many bytes of small arrays an item of this form needs.
         nbytes: estimated bytes of memory.
+        arrays: the names of the tensors that become NumPy arrays.
     """
 
     #: Estimated bytes of memory per node: a closure.
@@ -164,6 +165,7 @@ class TreePlan:
     def __init__(self, form: Form, rows: Mapping[str | type, Type]) -> None:
         self.end = 0
         self.nbytes = 0
+        self.arrays: set[str] = set()
         self._rows = rows
         self._common: list[str | None] = []
         self._dtypes: dict[np.dtype[Any], int] = {}

@@ -357,6 +357,8 @@ def _tensor_form(parser: Parser, payload: dict[str, Any]) -> Form:
 
 
 def _tensor_plan(plan: TreePlan, name: str, is_complex: bool, grad: bool, numpy: bool) -> Build:
+    if numpy:
+        plan.arrays.add(name)
     if not is_complex and not grad:
         return (lambda t, v, a: t[name].numpy()) if numpy else (lambda t, v, a: t[name])
 

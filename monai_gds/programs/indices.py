@@ -7,15 +7,16 @@ length and elements in place of these lists. So MONAI's own code draws, and neit
 leaves can differ.
 
 MONAI decides which values count as foreground, background or a class: its function is given the different values of the
-label in place of the label. (All voxels of uint8 tensors are background to it, for instance.)
+label in place of the label. (All voxels of uint8 tensors are background to it, for instance.) With an ``image_key`` it
+is given the different pairs of a value and of whether the image is above the threshold, which joint runs have.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,10 +29,22 @@ from monai.transforms import (
 )
 from monai.transforms.utils import map_binary_to_indices, map_classes_to_indices
 
-from monai_gds.tiles.runs import Runs
+from monai_gds.tiles.runs import Form, Runs, threshold_text
 
-#: Returns the runs of the record's volume whose memory a tensor shares, or None.
-RunsOf = Callable[[torch.Tensor], Runs | None]
+_TENSORS = (torch.Tensor, MetaTensor)
+
+
+class RunsOf(Protocol):
+    """Finds the runs of a record's volume."""
+
+    def __call__(self, label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Runs | None:
+        """Returns the runs of a volume, or None.
+
+        Args:
+            label: lies in the memory of the volume, which holds nothing else.
+            image: likewise; if given, joint runs are meant.
+            threshold: what the image must be above, as :func:`monai_gds.tiles.runs.threshold_text` gives it.
+        """
 
 
 class Selection:
@@ -54,9 +67,20 @@ class Selection:
         return torch.tensor(self._runs.find(self._chosen, k), device="cpu")
 
 
-def takes_runs(transform: Any) -> bool:
-    """Whether a transform looks up the voxels of a label, and can take them from runs."""
-    return _arguments(transform) is not None
+def lookup_of(transform: Any) -> tuple[str, str, str] | None:
+    """How a transform looks up the voxels of a label; None if it does not, or cannot take them from runs.
+
+    Returns:
+        The item's keys of the label and of the image, and the threshold that the image must be above. Both are empty if
+        the transform uses the label only.
+    """
+    if _attributes(transform) is None or type(transform.label_key) is not str:
+        return None
+    if transform.image_key is None:
+        return transform.label_key, "", ""
+    threshold = threshold_text(transform.cropper.image_threshold)
+    usual = type(transform.image_key) is str and threshold
+    return (transform.label_key, transform.image_key, threshold) if usual else None
 
 
 @contextmanager
@@ -64,13 +88,14 @@ def standing_in(transform: Any, item: Any, runs_of: RunsOf) -> Iterator[bool]:
     """Within the block, the cropper of a transform takes the indices of the item's label from the label's runs.
 
     Nothing is changed, so that MONAI lists the indices itself, unless all of this holds: the transform is exactly of
-    one of the two types, and it has no argument that makes the indices depend on more than the label; the item is a
-    dict; its label is the whole volume of a record as it lies there, of one channel, with nothing pending.
+    one of the two types, and it has no argument that makes the indices depend on more than label and image; the item is
+    a dict; its label is the whole volume of a record as it lies there, of one channel, with nothing pending; its image,
+    if the transform uses one, is such a volume, too, of any number of channels.
 
     Args:
         transform: called once within the block, in this thread.
         item: what it is called with.
-        runs_of: see :data:`RunsOf`. The caller checks that the volume was not written to.
+        runs_of: see :class:`RunsOf`. The caller checks that the volumes were not written to.
 
     Yields:
         Whether anything was changed.
@@ -88,63 +113,78 @@ def standing_in(transform: Any, item: Any, runs_of: RunsOf) -> Iterator[bool]:
 
 def _indices(transform: Any, item: Any, runs_of: RunsOf) -> dict[str, Any]:
     """The attributes to set on the cropper, by name; empty if it is left alone."""
-    takes = _arguments(transform)
-    if takes is None or type(item) is not dict or None in item:  # MONAI looks up keys that are None, too
+    names, lookup = _attributes(transform), lookup_of(transform)
+    if names is None or lookup is None or type(item) is not dict or None in item:  # MONAI looks up None, too
         return {}
-    label: Any = item.get(transform.label_key)
-    runs = runs_of(label) if type(label) in (torch.Tensor, MetaTensor) else None
-    if runs is None or not _is_whole(label, runs):
+    runs = _runs(item, lookup, runs_of)
+    if runs is None:
         return {}
     values = runs.values.view(torch.uint8).numpy().tobytes()
+    above = None if runs.above is None else runs.above.numpy().tobytes()
     try:
         if type(transform) is RandCropByPosNegLabeld:
-            ground = [Selection(runs, list(chosen)) for chosen in _grounds(values, runs.dtype)]
-            return dict(zip(takes, ground, strict=True))
-        classes = _classes(values, runs.dtype, transform.cropper.num_classes)
-        return {takes[0]: [Selection(runs, list(chosen)) for chosen in classes]}
+            chosen = _grounds(values, runs.dtype, above)
+            return dict(zip(names, [Selection(runs, list(some)) for some in chosen], strict=True))
+        chosen = _classes(values, runs.dtype, transform.cropper.num_classes, above)
+        return {names[0]: [Selection(runs, list(some)) for some in chosen]}
     except Exception:  # MONAI raises it for the label, too
         return {}
 
 
-def _arguments(transform: Any) -> tuple[str, ...] | None:
-    """The attributes of the cropper that hold indices; None if the indices depend on more than the label."""
+def _runs(item: dict[Any, Any], lookup: tuple[str, str, str], runs_of: RunsOf) -> Runs | None:
+    """The runs of an item's label, joint ones if an image is used that the item has; None if there are none."""
+    label_key, image_key, threshold = lookup
+    label: Any = item.get(label_key)
+    image: Any = item.get(image_key) if threshold else None
+    if type(label) not in _TENSORS:
+        return None
+    if image is None:  # without it, MONAI goes by the label
+        runs = runs_of(label)
+        return runs if runs is not None and _is_whole(label, (runs.dtype, runs.shape)) else None
+    runs = runs_of(label, image, threshold) if type(image) in _TENSORS else None
+    if runs is None or runs.image is None or not _is_whole(image, runs.image):
+        return None
+    return runs if _is_whole(label, (runs.dtype, runs.shape)) else None
+
+
+def _attributes(transform: Any) -> tuple[str, ...] | None:
+    """The attributes of the cropper that hold indices; None if the indices depend on more than label and image."""
     cropper: Any = getattr(transform, "cropper", None)
     names: tuple[str, ...]
     if type(transform) is RandCropByPosNegLabeld and type(cropper) is RandCropByPosNegLabel:
-        keys = (transform.image_key, transform.fg_indices_key, transform.bg_indices_key)
-        names = ("fg_indices", "bg_indices")
+        given, names = (transform.fg_indices_key, transform.bg_indices_key), ("fg_indices", "bg_indices")
     elif type(transform) is RandCropByLabelClassesd and type(cropper) is RandCropByLabelClasses:
-        keys, names = (transform.image_key, transform.indices_key, cropper.max_samples_per_class), ("indices",)
+        given, names = (transform.indices_key, cropper.max_samples_per_class), ("indices",)
     else:
         return None
-    plain = all(key is None for key in keys) and all(getattr(cropper, name) is None for name in names)
+    plain = all(value is None for value in given) and all(getattr(cropper, name) is None for name in names)
     return names if plain else None
 
 
-def _is_whole(label: torch.Tensor, runs: Runs) -> bool:
-    """Whether a tensor over a record's volume shows all of it, as it lies there."""
-    pending = isinstance(label, MetaTensor) and label.pending_operations
-    return (
-        not pending
-        and tuple(label.shape) == runs.shape
-        and label.dtype == runs.dtype
-        and label.storage_offset() == 0
-        and label.is_contiguous()
-    )
+def _is_whole(tensor: torch.Tensor, form: Form) -> bool:
+    """Whether a tensor in the memory of a record's volume of this form shows all of it, as it lies there."""
+    pending = isinstance(tensor, MetaTensor) and tensor.pending_operations
+    return not pending and (tensor.dtype, tuple(tensor.shape)) == form and tensor.is_contiguous()
 
 
 # Most items have the same few values.
 @functools.lru_cache(maxsize=64)
-def _grounds(values: bytes, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
+def _grounds(values: bytes, dtype: torch.dtype, above: bytes | None) -> tuple[tuple[int, ...], ...]:
     """Which of a label's values are foreground to MONAI, and which are background."""
-    return tuple(tuple(chosen.tolist()) for chosen in map_binary_to_indices(_as_label(values, dtype)))
+    image = None if above is None else _as_volume(above, torch.bool)
+    found = map_binary_to_indices(_as_volume(values, dtype), image)
+    return tuple(tuple(chosen.tolist()) for chosen in found)
 
 
 @functools.lru_cache(maxsize=64)
-def _classes(values: bytes, dtype: torch.dtype, num_classes: int | None) -> tuple[tuple[int, ...], ...]:
+def _classes(
+    values: bytes, dtype: torch.dtype, num_classes: int | None, above: bytes | None
+) -> tuple[tuple[int, ...], ...]:
     """Which of a label's values are of each class to MONAI."""
-    return tuple(tuple(chosen.tolist()) for chosen in map_classes_to_indices(_as_label(values, dtype), num_classes))
+    image = None if above is None else _as_volume(above, torch.bool)
+    found = map_classes_to_indices(_as_volume(values, dtype), num_classes, image)
+    return tuple(tuple(chosen.tolist()) for chosen in found)
 
 
-def _as_label(values: bytes, dtype: torch.dtype) -> torch.Tensor:
+def _as_volume(values: bytes, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(values), dtype=torch.uint8).view(dtype)[None]

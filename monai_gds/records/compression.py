@@ -6,8 +6,9 @@ record's own. Any form of a record is a hit: only misses and conversions write t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from monai_gds import limits
 from monai_gds.errors import CodecMissing
@@ -16,6 +17,10 @@ from monai_gds.tiles import blosc
 from monai_gds.tiles.codecs import AUTO, CODECS, ON_CPU
 from monai_gds.tiles.device import why_not as why_not_on_gpu
 from monai_gds.tiles.tiles import EDGE
+
+#: How a crop looks up the voxels of a label: the item's keys of the label and of the image, and the threshold that the
+#: image must be above, as :func:`monai_gds.tiles.runs.threshold_text` gives it; both empty where no image is used.
+Lookup: TypeAlias = tuple[str, str, str]
 
 Codec = Literal["lz4", "zstd", "bitcomp"]  # for type checkers: the codecs of monai_gds.tiles.codecs
 
@@ -39,6 +44,7 @@ class Compression:
         named: whether the user named this form, rather than ``auto`` having chosen it.
         above: tensors of at most this many bytes stay whole, and so do those below :data:`limits.TILED_BYTES`.
         reason: why this form, in words.
+        joint: the lookups with an image, for which records get joint runs.
     """
 
     codec: str | None = None
@@ -46,10 +52,16 @@ class Compression:
     named: bool = True
     above: int = 0
     reason: str = field(default="", compare=False)
+    joint: tuple[Lookup, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(
-        cls, compression: str | None, tiles: str | int | None, on_gpu: bool, crops: bool, by_label: bool = False
+        cls,
+        compression: str | None,
+        tiles: str | int | None,
+        on_gpu: bool,
+        crops: bool,
+        lookups: Collection[Lookup] = (),
     ) -> Compression:
         """The form that the arguments ``compression`` and ``tiles`` of a dataset ask for.
 
@@ -58,20 +70,20 @@ class Compression:
             tiles: ``"auto"``, one of :data:`EDGES`, or None for whole tensors.
             on_gpu: whether items come on a CUDA device.
             crops: whether crops come first, which can be drawn before anything is read.
-            by_label: whether one of these crops looks up the voxels of a label, which only records in tiles list.
+            lookups: where these crops look up the voxels of a label, which only records in tiles list.
 
         Raises:
             ValueError: there is no such choice, or the two contradict each other or the target.
             CodecMissing: the codec that was named does not work here.
         """
         _check(compression, tiles)
+        joint = tuple(dict.fromkeys(lookup for lookup in lookups if lookup[2]))
         edge = tiles if isinstance(tiles, int) else EDGE
         if compression is None or tiles is None:
             return cls(reason="compression=None" if compression is None else "tiles=None")
         if compression == "auto":
-            return cls._chosen(
-                edge, on_gpu, crops, 0 if on_gpu or by_label or tiles != "auto" else limits.CROPPED_BYTES
-            )
+            above = 0 if on_gpu or lookups or tiles != "auto" else limits.CROPPED_BYTES
+            return replace(cls._chosen(edge, on_gpu, crops, above), joint=joint)
         if compression not in ON_CPU and not on_gpu:
             raise ValueError(
                 f"compression={compression!r} is unpacked by GPUs only, and items come on the CPU here (device='cpu', "
@@ -80,7 +92,7 @@ class Compression:
             )
         if why := why_not(compression):
             raise CodecMissing(f"compression={compression!r}: {why}")
-        return cls(compression, edge, reason=f"compression={compression!r}")
+        return cls(compression, edge, reason=f"compression={compression!r}", joint=joint)
 
     @classmethod
     def _chosen(cls, edge: int, on_gpu: bool, crops: bool, above: int) -> Compression:

@@ -35,6 +35,10 @@ TABLE = "__tiles."
 #: The entries of a packed tensor's runs, their table and their blocks: these and the tensor's name.
 RUNS = "__runs."
 BLOCKS = "__run_blocks."
+
+#: The same of joint runs: these and a :class:`RunsKey` as JSON.
+JOINT_RUNS = "__joint_runs."
+JOINT_BLOCKS = "__joint_run_blocks."
 _RESERVED = "__"
 
 #: The entries between others: this and a number.
@@ -83,8 +87,36 @@ class Tiled(NamedTuple):
     uses: frozenset[str]  # the other fields of its node in the tree: "numpy" for an array, and so on
 
 
+class RunsKey(NamedTuple):
+    """What runs are of: a packed tensor alone, or it and where another tensor is above a threshold (joint runs)."""
+
+    label: str  # the name of the packed tensor
+    image: str = ""  # the name of the other tensor
+    threshold: str = ""  # as :func:`monai_gds.tiles.runs.threshold_text` gives it; empty if the runs are not joint
+
+    @property
+    def entries(self) -> tuple[str, str]:
+        """The names of the entries of the table and of the blocks."""
+        if not self.threshold:
+            return RUNS + self.label, BLOCKS + self.label
+        text = json.dumps(self, separators=(",", ":"))
+        return JOINT_RUNS + text, JOINT_BLOCKS + text
+
+    @classmethod
+    def of_table(cls, entry: str) -> RunsKey | None:
+        """The key, given the name of a table's entry; None if it is no such name."""
+        if entry.startswith(RUNS):
+            return cls(entry.removeprefix(RUNS))
+        if not entry.startswith(JOINT_RUNS):
+            return None
+        parts = _loads(entry.removeprefix(JOINT_RUNS))
+        if not isinstance(parts, list) or [type(part) for part in parts] != [str] * 3 or not parts[2]:
+            raise DamagedRecord(f"its entry {entry!r:.40} names no joint runs")
+        return cls(*parts)
+
+
 class RunEntries(NamedTuple):
-    """Where the runs of a packed tensor lie."""
+    """Where runs lie."""
 
     table: Tensor
     blocks: Tensor
@@ -99,14 +131,14 @@ class Header:
     arrays: Tensor | None  # where the packed small arrays lie, if there are any
     tensors: dict[str, Tensor]  # the item's tensors by name, in the order of the file
     tiles: dict[str, Tiled]  # the packed tensors
-    runs: dict[str, RunEntries]  # the packed tensors that have runs
+    runs: dict[RunsKey, RunEntries]  # those of packed tensors
     form: str  # codec and edge with which packing was tried; empty if it was not
 
     def front(self) -> dict[str, Tensor]:
         """The entries between the header and the item's tensors, by name."""
         arrays = {} if self.arrays is None else {ARRAYS: self.arrays}
         tables = {TABLE + name: tiled.table for name, tiled in self.tiles.items()}
-        return {**arrays, **tables, **{RUNS + name: runs.table for name, runs in self.runs.items()}}
+        return {**arrays, **tables, **{key.entries[0]: runs.table for key, runs in self.runs.items()}}
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -208,8 +240,10 @@ def parse(head: bytes, size: int) -> Header:
         runs = _runs(entries)
         tiles = _tiles(tree, entries) if '"tiles":' in metadata["tree"] else {}
         arrays = entries.pop(ARRAYS, None)
-        if not tiles.keys() >= runs.keys():
+        if not tiles.keys() >= {key.label for key in runs}:
             raise DamagedRecord("it has runs of a tensor that is not packed")
+        if not entries.keys() >= {key.image for key in runs if key.threshold}:
+            raise DamagedRecord("it has joint runs with a tensor that is not there")
         if strange := [name for name in entries if name.startswith(_RESERVED)]:
             raise NewerRecord(f"it has the entry {strange[0]!r:.40}, which this version does not support")
         if "form" in metadata and not _FORM.fullmatch(metadata["form"]):
@@ -260,10 +294,10 @@ def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size
     return found
 
 
-def _runs(entries: dict[str, Tensor]) -> dict[str, RunEntries]:
+def _runs(entries: dict[str, Tensor]) -> dict[RunsKey, RunEntries]:
     """The runs of packed tensors. Removes their tables and blocks from ``entries``."""
-    names = [name.removeprefix(RUNS) for name in entries if name.startswith(RUNS)]
-    return {name: RunEntries(entries.pop(RUNS + name), entries.pop(BLOCKS + name)) for name in names}
+    keys = [key for key in map(RunsKey.of_table, entries) if key is not None]
+    return {key: RunEntries(*map(entries.pop, key.entries)) for key in keys}
 
 
 def _tiles(tree: Any, entries: dict[str, Tensor]) -> dict[str, Tiled]:

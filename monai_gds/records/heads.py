@@ -18,11 +18,11 @@ import torch
 from monai_gds import limits
 from monai_gds.errors import CodecMissing
 from monai_gds.items.tree import Recipe, TreePlan, compile_tree
-from monai_gds.records.header import ARRAYS, RUNS, TABLE, Header
+from monai_gds.records.header import ARRAYS, TABLE, Header, RunsKey
 from monai_gds.storage import FileId, Reads
 from monai_gds.tiles import device
 from monai_gds.tiles.codecs import ON_CPU
-from monai_gds.tiles.runs import RunTable
+from monai_gds.tiles.runs import RunTable, threshold_of
 from monai_gds.tiles.tiles import Layout, Tiles
 from monai_gds.tiles.unpacking import why_not
 
@@ -74,7 +74,7 @@ class RecordHead(NamedTuple):
     tiles: dict[str, Tiles]  # of packed tensors, by name
     tiled: dict[str, TensorForm]  # those of them that may be read box by box: they come as plain tensors
     rest: TensorTable  # where all other tensors lie; the same as ``table`` if none may be
-    runs: dict[str, tuple[RunTable, int]]  # by name of a tiled label: the table of its runs, and where the blocks begin
+    runs: dict[RunsKey, tuple[RunTable, int]]  # of tiled labels: the table of the runs, and where the blocks begin
 
     @classmethod
     def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form, on_gpu: bool) -> RecordHead:
@@ -105,20 +105,19 @@ class RecordHead(NamedTuple):
         }  # fmt: skip
         others = [i for i, (name, _, _) in enumerate(tensors) if name not in tiled]
         rest = TensorTable(tuple([tensors[i] for i in others]), tuple([ranges[i] for i in others])) if tiled else table
-        runs = {}
-        for name, (_, at) in record.runs.items():
-            if name in tiled:
-                (dtype, shape), stored = tiled[name], np.frombuffer(blocks[RUNS + name], np.uint8)
-                runs[name] = RunTable(shape, dtype, stored, at.nbytes), at.offset
+        runs = {
+            key: (run_table_of(record, key, np.frombuffer(blocks[key.entries[0]], np.uint8)), at.offset)
+            for key, (_, at) in record.runs.items() if key.label in tiled
+        }  # fmt: skip
         return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, runs)
 
     def forms(self) -> dict[str, TensorForm]:
-        """What each tensor is, by name."""
+        """What each tensor is, by name, but for those that become arrays."""
         layouts = {name: tiles.layout for name, tiles in self.tiles.items()}
         return {
             name: TensorForm(layouts[name].dtype, layouts[name].shape) if name in layouts else TensorForm(dtype, shape)
-            for name, dtype, shape in self.table.tensors
-        }
+            for name, dtype, shape in self.table.tensors if name not in self.recipe.plan.arrays
+        }  # fmt: skip
 
     def part(self, names: Collection[str]) -> TensorTable:
         """Where the tensors of these names lie."""
@@ -133,6 +132,21 @@ class RecordHead(NamedTuple):
 def tiles_of(record: Header, name: str, table: np.ndarray) -> Tiles:
     """The tiles of a packed tensor, given the bytes of their table. Raises RecordError."""
     return Tiles(Layout.of_node(record.tiles[name].layout), table, record.tensors[name].nbytes)
+
+
+def run_table_of(record: Header, key: RunsKey, table: np.ndarray) -> RunTable:
+    """The table of the runs of a packed tensor, given its bytes. Raises DamagedRecord."""
+    dtype, shape = _form_of(record, key.label)
+    image = None
+    if key.threshold:
+        threshold_of(key.threshold)  # raises if it is none
+        image = _form_of(record, key.image)
+    return RunTable(shape, dtype, table, record.runs[key].blocks.nbytes, image)
+
+
+def _form_of(record: Header, name: str) -> TensorForm:
+    entry = record.tensors[name]
+    return TensorForm(getattr(torch, entry.dtype), entry.shape)
 
 
 def check_codecs(record: Header, on_gpu: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,18 +18,19 @@ from monai_gds.base.units import in_groups
 from monai_gds.errors import DamagedRecord
 from monai_gds.items.tree import tensor_of
 from monai_gds.records.entries import check
+from monai_gds.records.header import RunsKey
 from monai_gds.records.heads import RecordHead, TensorForm, TensorTable
 from monai_gds.records.problems import is_of_record
 from monai_gds.records.reader import TRIES, Begun, RecordReader
 from monai_gds.records.volumes import Part, Volume, Whole
 from monai_gds.storage import Reads
 from monai_gds.tiles.boxes import Box
-from monai_gds.tiles.runs import Runs, RunTable
+from monai_gds.tiles.runs import Runs, RunTable, above
 from monai_gds.tiles.tiles import PATTERNS
 from monai_gds.tiles.unpacking import unpack
 
-#: Elements that runs found, by the name of the label, with the index of their value.
-_Found: TypeAlias = "dict[str, dict[int, int]]"
+#: Elements that runs found, by what these are of, with the index of their value.
+_Found: TypeAlias = "dict[RunsKey, dict[int, int]]"
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -95,7 +97,7 @@ class PendingItem:
             are unpacked to.
     """
 
-    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "later", "nbytes")
+    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "_whole", "later", "nbytes")
 
     def __init__(self, reader: RecordReader, path: str, head: RecordHead, begun: Begun | None, first: First) -> None:
         self._reader, self._path, self._head, self._first = reader, path, head, first
@@ -106,6 +108,7 @@ class PendingItem:
         self.nbytes = 0 if first == "head" else head.rest.reads.total if self.later else head.file.size
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
+        self._whole: dict[int, tuple[str, torch.Tensor]] = {}  # what is not in :attr:`later`, by its address
 
     @property
     def ready(self) -> bool:
@@ -135,7 +138,7 @@ class PendingItem:
     def _assembled(self, item: Any, given: Mapping[str, torch.Tensor]) -> Any:
         begun, self._begun = self._begun, None
         if self._first == "head":
-            return self._head.recipe(dict(given), item)
+            return self._head.recipe({**self._arrays(), **given}, item)
         if begun is None:  # the record was replaced, or somebody may have changed the tensors of the first call
             if not self.later:
                 self._head = self._reader.head(self._path)
@@ -144,22 +147,39 @@ class PendingItem:
         tensors = _whole(self._reader, self._path, self._head, table, begun)
         if begun.verify:
             self._reader.mark_verified(self._path, self._head.file, whole=not self.later)
+        if self.later and self._head.runs:
+            self._whole = {tensor.data_ptr(): (name, tensor) for name, tensor in tensors.items()}
         return self._head.recipe({**tensors, **given}, item)
 
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        """The tensors that become arrays, which nothing can stand for."""
+        if not self._head.recipe.plan.arrays:
+            return {}
+        table = self._head.part(self._head.recipe.plan.arrays)
+        return _whole(self._reader, self._path, self._head, table, self._reader.begin(self._path, self._head, table))
+
     @property
-    def runs(self) -> Mapping[str, Runs]:
-        """The runs of those labels in :attr:`later` that have any, by name. Finding an element reads a few kB, at once.
+    def runs(self) -> Mapping[tuple[str, str, str], Runs]:
+        """The runs of those labels in :attr:`later` that have any, by :class:`RunsKey`.
+
+        Finding an element reads a few kB, at once.
 
         If that raises, what :meth:`read` returns afterwards gives None, and the record is reported.
         """
         return {
-            name: Runs(table, partial(self._run_block, name), self._found.setdefault(name, {}).__setitem__)
-            for name, (table, _) in self._head.runs.items()
+            key: Runs(table, partial(self._run_block, key), self._found.setdefault(key, {}).__setitem__)
+            for key, (table, _) in self._head.runs.items()
         }
 
-    def _run_block(self, name: str, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of the tensor, not in :attr:`later`, of which this shows all as the last :meth:`wait` gave it."""
+        name, whole = self._whole.get(tensor.data_ptr(), (None, tensor))
+        same = tensor.shape == whole.shape and tensor.dtype == whole.dtype and tensor.is_contiguous()
+        return name if same else None
+
+    def _run_block(self, key: RunsKey, block: int) -> tuple[np.ndarray, np.ndarray]:
         try:
-            return self._reader.run_block(self._path, self._head, name, block)
+            return self._reader.run_block(self._path, self._head, key, block)
         except Exception as e:
             if is_of_record(e):
                 self._error = e
@@ -278,25 +298,35 @@ class Volumes:
         found = {}
         for part, data in zip(self.parts, raw, strict=True):
             self._reader.check_tiles(self._path, self._head, part.tiles, part.selection, data.numpy())
-            volume = part.unpack(data.numpy())
-            if part.name in self._runs:
-                _check_found(volume, self._head.runs[part.name][0], self._runs[part.name])
-            found[part.name] = volume._replace(data=volume.data.to(self._reader.device))
-        return found
+            found[part.name] = part.unpack(data.numpy())
+        for key, elements in self._runs.items():
+            _check_found(found, key, self._head.runs[key][0], elements)
+        return {name: volume._replace(data=volume.data.to(self._reader.device)) for name, volume in found.items()}
 
 
-def _check_found(volume: Volume, table: RunTable, found: Mapping[int, int]) -> None:
+def _check_found(volumes: Mapping[str, Volume], key: RunsKey, table: RunTable, found: Mapping[int, int]) -> None:
     """Compares elements that runs found with the voxels themselves, as far as these were read.
 
     Raises:
-        DamagedRecord: one has another value.
+        DamagedRecord: one has another value, or is not where the image is above the threshold, or below it.
     """
-    pattern = PATTERNS[table.dtype.itemsize]
-    voxels, values = volume.data.view(pattern), table.values.view(pattern)
+    wrong = DamagedRecord("its runs do not hold the values of its voxels")
+    values, flags = table.values.view(PATTERNS[table.dtype.itemsize]), table.above
     for element, value in list(found.items()):
-        try:
-            place = volume.arrangement.place(element)
-        except ValueError:  # in none of the boxes
+        label = _voxels(volumes.get(key.label), [element])
+        if label is not None and label.view(values.dtype) != values[value]:
+            raise wrong
+        if table.image is None or flags is None:
             continue
-        if voxels[place] != values[value]:
-            raise DamagedRecord("its runs do not hold the values of its voxels")
+        channels, step = table.image[1][0], math.prod(table.shape)
+        image = _voxels(volumes.get(key.image), [element + c * step for c in range(channels)])
+        if image is not None and above(image[:, None], key.threshold) != flags[value]:
+            raise wrong
+
+
+def _voxels(volume: Volume | None, elements: Sequence[int]) -> torch.Tensor | None:
+    """The values of some elements; None if one was not read."""
+    try:
+        return None if volume is None else volume.data[[volume.arrangement.place(element) for element in elements]]
+    except ValueError:  # in none of the boxes
+        return None

@@ -14,7 +14,7 @@ import torch
 from monai_gds.base.file_systems import LOCAL, kind_of_folder
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.records.entries import read_record
-from monai_gds.records.header import SUFFIX, Header
+from monai_gds.records.header import SUFFIX, Header, RunsKey
 from monai_gds.records.heads import Form, HeadMemory, KeptRecords, RecordHead, TensorTable
 from monai_gds.records.problems import Problems, is_of_record
 from monai_gds.records.volumes import Part, reads_of
@@ -146,14 +146,14 @@ class RecordReader:
         unpacking = Unpacking([(p.tiles, p.selection.starts, some) for p, some in zip(parts, ids, strict=True)])
         return Begun(self.storage.load(reads_of(path, head, parts)).then(unpacking, aside=True), unpacking)
 
-    def run_block(self, path: str, head: RecordHead, name: str, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def run_block(self, path: str, head: RecordHead, key: RunsKey, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads a block of the runs of a tensor in tiles, see :meth:`RunTable.decode`.
 
         Raises:
             RecordError: it is damaged.
             OSError: it cannot be read, or the record was replaced or deleted.
         """
-        table, at = head.runs[name]
+        table, at = head.runs[key]
         begin, nbytes = table.range_of(block)
         stream = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.storage.fill(Reads.of(path, [(at + begin, nbytes)], head.file), [stream]).wait()
@@ -191,6 +191,11 @@ class RecordReader:
         if why is not None:
             self._problems.warn("tiles", f"compressed records are unpacked by the CPU, which is slow: {why}")
         return why is None
+
+    def warm(self) -> None:
+        """Loads what the first unpacking on the target needs."""
+        if not self.on_cpu:
+            device.warm(self.device)
 
     # Checksums
 

@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from monai_gds.errors import DamagedRecord
 from monai_gds.items.passthrough import ANYTHING
-from monai_gds.items.tree import compile_tree
+from monai_gds.items.tree import compile_tree, tensor_of
 from monai_gds.items.types import UnknownHere
 from monai_gds.records.entries import read
-from monai_gds.records.header import ARRAYS, BLOCKS, RUNS, TABLE, Header
-from monai_gds.records.heads import tiles_of
+from monai_gds.records.header import ARRAYS, TABLE, Header, RunsKey
+from monai_gds.records.heads import run_table_of, tiles_of
 from monai_gds.tiles import blosc
-from monai_gds.tiles.runs import RunTable
+from monai_gds.tiles.runs import RunTable, above
 from monai_gds.tiles.tiles import Tiles
 from monai_gds.tiles.unpacking import unpack, why_not
 
@@ -36,14 +36,20 @@ def check_record(file: BufferedReader, record: Header) -> None:
         OSError: it cannot be read.
     """
     front = {name: read(file, name, entry) for name, entry in record.front().items()}
+    looked_at = {name for key in record.runs for name in key[:2]}
+    whole: dict[str, torch.Tensor | None] = {}
     for name, entry in record.tensors.items():
         data = read(file, name, entry)
         if name in record.tiles:
-            tiles = tiles_of(record, name, front[TABLE + name].numpy())
-            tensor = _unpacked(tiles, data)
-            if name in record.runs:
-                blocks = read(file, BLOCKS + name, record.runs[name].blocks)
-                _check_runs(name, tiles, front[RUNS + name], blocks, tensor)
+            tensor = _unpacked(tiles_of(record, name, front[TABLE + name].numpy()), data)
+        else:
+            tensor = tensor_of(data, getattr(torch, entry.dtype), entry.shape)
+        if name in looked_at:
+            whole[name] = tensor
+    for key, (_, at) in record.runs.items():
+        table, blocks = key.entries
+        found = run_table_of(record, key, front[table].numpy())
+        _check_runs(key, found, read(file, blocks, at), whole[key.label], whole.get(key.image))
     _check_item(record, bytes(front[ARRAYS].numpy()) if ARRAYS in front else b"")
     try:
         with safe_open(f"/proc/self/fd/{file.fileno()}", "np"):  # by its name there may be another record by now
@@ -62,21 +68,27 @@ def _unpacked(tiles: Tiles, streams: torch.Tensor) -> torch.Tensor | None:
     return unpack(tiles, streams.numpy())
 
 
-def _check_runs(name: str, tiles: Tiles, table: torch.Tensor, blocks: torch.Tensor, label: torch.Tensor | None) -> None:
-    """Checks that the runs of a label are those of its voxels, as far as it could be unpacked."""
-    layout = tiles.layout
-    found = RunTable(layout.shape, layout.dtype, table.numpy(), len(blocks))
+def _check_runs(
+    key: RunsKey, table: RunTable, blocks: torch.Tensor, label: torch.Tensor | None, image: torch.Tensor | None
+) -> None:
+    """Checks that the runs of a label are those of its voxels, as far as label and image could be unpacked."""
+    flags = above(image, key.threshold).reshape(-1).numpy() if image is not None and key.threshold else None
     if blosc.why_not() is not None:
         return
-    kind = f"u{layout.dtype.itemsize}"
-    values, at = found.values.view(torch.uint8).numpy().view(kind), 0
+    kind = f"u{table.dtype.itemsize}"
+    values, at = table.values.view(torch.uint8).numpy().view(kind), 0
     voxels = None if label is None else label.reshape(-1).view(torch.uint8).numpy().view(kind)
-    for block in range(found.blocks):
-        begin, nbytes = found.range_of(block)
-        lengths, ids = found.decode(block, blocks.numpy()[begin : begin + nbytes])
+    for block in range(table.blocks):
+        begin, nbytes = table.range_of(block)
+        lengths, ids = table.decode(block, blocks.numpy()[begin : begin + nbytes])
         end = at + int(lengths.sum())
-        if voxels is not None and not np.array_equal(np.repeat(values[ids], lengths), voxels[at:end]):
-            raise DamagedRecord(f"block {block} of {found.blocks} of its runs does not hold the voxels of {name!r:.40}")
+        wrong = voxels is not None and not np.array_equal(np.repeat(values[ids], lengths), voxels[at:end])
+        if flags is not None and table.above is not None and not wrong:
+            wrong = not np.array_equal(np.repeat(table.above.numpy()[ids], lengths), flags[at:end])
+        if wrong:
+            raise DamagedRecord(
+                f"block {block} of {table.blocks} of its runs does not hold the voxels of {key.label!r:.40}"
+            )
         at = end
 
 

@@ -9,10 +9,12 @@ file is named after its key, ``<digest>.v2.safetensors``.
               __arrays        U8     the small arrays of the item tree, packed together (see monai_gds.items.tree)
               __tiles.<name>  U8     the tables of packed tensors, see below
               __runs.<name>   U8     the tables of the runs of packed tensors, see below
+              __joint_runs.<of>  U8  the tables of joint runs, see below
               small tensors   each under 64 KiB, largest element size first, so that each is aligned to its own
               __pad.0         U8     zeros up to a multiple of 4096
               a tensor of 64 KiB or more, then __pad.1 up to the next multiple of 4096, and so on
-              __run_blocks.<name>  U8  the blocks of those runs, each then padded to a multiple of 4096, to the end
+              __run_blocks.<name>, __joint_run_blocks.<of>  U8  the blocks of those runs, each then padded to a multiple
+                              of 4096, to the end
 
 The header is ``{"__metadata__": {...}, "<tensor>": {"dtype", "shape", "data_offsets"}, ...}``. ``__metadata__`` holds
 only strings, as safetensors requires:
@@ -55,6 +57,13 @@ block an int32, the size of its stream, with -v as in the tables of tiles; for e
 stream; for each block and each value, values of a block together, a uint32, how many elements of the block have that
 value; and the bit patterns of the values. 5 R is at most 4 MiB, and the counts add up to the elements of the tensor.
 
+Joint runs are of such a tensor, the label, and of where another tensor of the record, the image, is above a threshold
+in any step of its first axis; the other axes of both are equal. There ``<of>`` is JSON without spaces, the names of the
+label and of the image, and the threshold as Python writes it, a float or an int of 64 bits:
+``["label","image","0.0"]``. A run is then a stretch of elements with equal bits that are all above the threshold or all
+not. A value is a bit pattern with a byte, 1 above the threshold and 0 elsewhere. Tables and blocks are those of other
+runs, and after the bit patterns the table holds these bytes.
+
 Refused as damaged: a file that does not begin this way, a wrong header checksum, two entries of one name (safetensors
 itself uses the last), entries that overlap or leave gaps, sizes that do not match, missing or extra bytes at the end,
 and a record whose parts do not yield its name. Refused by name and never overwritten: a newer version, and any tag,
@@ -67,8 +76,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -78,11 +86,12 @@ from monai_gds.base.digest import digest_of
 from monai_gds.base.dtypes import name_of
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.items.tree import EncodedItem, tensor_bytes
-from monai_gds.records.compression import WHOLE, Compression
-from monai_gds.records.header import ARRAYS, BLOCKS, CRC, PAD, RUNS, TABLE, VERSION, Header
+from monai_gds.records.compression import WHOLE, Compression, Lookup
+from monai_gds.records.header import ARRAYS, CRC, PAD, TABLE, VERSION, Header, RunsKey
 from monai_gds.storage import ALIGNMENT, Buffer
 from monai_gds.tiles import runs, tiles
 
+K = TypeVar("K")
 P = TypeVar("P")
 
 #: Tensors of at least this size begin at a multiple of ALIGNMENT.
@@ -99,16 +108,19 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
     """
     layout = _FileLayout()
     large = {name: tensor for name, tensor in item.tensors.items() if compression.cuts(tensor.nbytes)}
-    in_tiles = partial(tiles.pack, codec=compression.codec or "", edge=compression.edge)
+
+    def in_tiles(_: str, tensor: torch.Tensor) -> tiles.Packed | None:
+        return tiles.pack(tensor, compression.codec or "", compression.edge)
+
     packed, failed = _packed(large, in_tiles, "uncompressed")
     form = compression.text if large and not failed else ""  # noted where all were tried
-    found, _ = _packed({name: item.tensors[name] for name in packed}, runs.pack, "without the runs of its values")
+    found = _runs(item, packed, compression.joint)
     if item.arrays:
         layout.add(ARRAYS, torch.uint8, [len(item.arrays)], torch.frombuffer(item.arrays, dtype=torch.uint8))
     for name, (_, table, _) in packed.items():
         layout.add(f"{TABLE}{name}", torch.uint8, [len(table)], table)
-    for name, (table, _) in found.items():
-        layout.add(f"{RUNS}{name}", torch.uint8, [len(table)], table)
+    for of, (table, _) in found.items():
+        layout.add(of.entries[0], torch.uint8, [len(table)], table)
     small = [(name, t) for name, t in item.tensors.items() if t.nbytes < LARGE and name not in packed]
     for name, tensor in sorted(small, key=lambda nt: -nt[1].element_size()):
         layout.align(tensor.element_size())
@@ -120,21 +132,46 @@ def pack_record(item: EncodedItem, key: dict[str, Any], compression: Compression
         elif tensor.nbytes >= LARGE:
             layout.align(ALIGNMENT)
             layout.add(name, tensor.dtype, list(tensor.shape), tensor_bytes(tensor))
-    for name, (_, blocks) in found.items():
+    for of, (_, blocks) in found.items():
         layout.align(ALIGNMENT)
-        layout.add(f"{BLOCKS}{name}", torch.uint8, [len(blocks)], blocks)
+        layout.add(of.entries[1], torch.uint8, [len(blocks)], blocks)
     layout.align(ALIGNMENT)
     return [_pack_header(layout, _with_tiles(item.tree, packed), key, form), *layout.buffers]
 
 
+def _runs(item: EncodedItem, packed: Iterable[str], joint: Iterable[Lookup]) -> dict[RunsKey, runs.Packed]:
+    """The runs of packed tensors, and their joint runs for lookups."""
+    keys = [RunsKey(name) for name in packed]
+    for label, image, threshold in joint:
+        key = RunsKey(_name_at(item.tree, label), _name_at(item.tree, image), threshold)
+        if RunsKey(key.label) in keys and key.image:
+            keys.append(key)
+
+    def pack(key: RunsKey, label: torch.Tensor) -> runs.Packed | None:
+        if not key.threshold:
+            return runs.pack(label)
+        image = item.tensors[key.image]
+        return runs.pack(label, runs.above(image.cpu(), key.threshold)) if image.shape[1:] == label.shape[1:] else None
+
+    return _packed({key: item.tensors[key.label] for key in keys}, pack, "without the runs of its values")[0]
+
+
+def _name_at(tree: Any, key: str) -> str:
+    """The name of the tensor that an item has under a key; empty if it has none there."""
+    node = tree.get(key) if isinstance(tree, dict) else None
+    if isinstance(node, dict) and "$metatensor" in node:
+        node = node["$metatensor"][0]
+    return str(node["$tensor"]["name"]) if isinstance(node, dict) and "$tensor" in node else ""
+
+
 def _packed(
-    tensors: dict[str, torch.Tensor], pack: Callable[[torch.Tensor], P | None], how: str
-) -> tuple[dict[str, P], bool]:
+    tensors: dict[K, torch.Tensor], pack: Callable[[K, torch.Tensor], P | None], how: str
+) -> tuple[dict[K, P], bool]:
     """What ``pack`` makes of tensors, where it pays, and whether it failed. Then a tensor is saved all the same."""
     packed, failed = {}, False
     for name, tensor in tensors.items():
         try:
-            found = pack(tensor.cpu())
+            found = pack(name, tensor.cpu())
         except (MonaiGdsError, MemoryError, RuntimeError) as e:  # packing is optional, and must not end an epoch
             warnings.warn(f"a tensor is saved {how}: {e}", CacheWarning, stacklevel=2)
             failed = True

@@ -168,6 +168,13 @@ def why_not() -> str | None:
     return nvcomp.why_not()
 
 
+def warm(device: torch.device) -> None:
+    """Loads what the first unpacking on a device loads, which takes seconds: CuPy, the kernels and nvCOMP."""
+    if why_not() is None:
+        for name in ("prepare", "check", "place"):
+            staging.compiled(_KERNELS, name, device.index)
+
+
 def unpack(parts: Sequence[Part]) -> Outcome:
     """Fills the tensors of parts with their tiles, on the current stream.
 

@@ -482,7 +482,6 @@ def save(n):
     except KeyboardInterrupt:
         pass
 
-torch.set_num_threads(1)
 signal.signal(signal.SIGINT, strike)
 pids = []
 for number in range(int(sys.argv[1])):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,7 @@ from monai.transforms import (
 )
 
 from monai_gds.errors import DamagedRecord
-from monai_gds.programs.indices import Selection, standing_in
+from monai_gds.programs.indices import RunsOf, Selection, lookup_of, standing_in
 from monai_gds.tiles import blosc
 from monai_gds.tiles.runs import Runs, RunTable, pack
 from tests.runs_of import reading, unpacking
@@ -48,16 +50,34 @@ def item_of(label: torch.Tensor, meta: bool = True) -> dict[str, Any]:
     return {k: MetaTensor(v) if meta and isinstance(v, torch.Tensor) else v for k, v in item.items()}
 
 
-def over(label: torch.Tensor) -> Callable[[torch.Tensor], Runs | None]:
-    """Runs for whatever lies in the memory of a label."""
-    runs, memory = reading(label.as_subclass(torch.Tensor)), label.untyped_storage()._cdata
-    return lambda tensor: runs if tensor.untyped_storage()._cdata == memory else None
+def over(item: dict[str, Any]) -> RunsOf:
+    """Runs for whatever lies in the memory of an item's label, and joint ones for that of its image."""
+    label, image = (item[key].as_subclass(torch.Tensor) for key in ("label", "image"))
+    read = functools.cache(reading)
+
+    def runs_of(of: torch.Tensor, with_image: torch.Tensor | None = None, threshold: str = "", /) -> Runs | None:
+        if not _same_memory(of, label):
+            return None
+        if with_image is None:
+            return read(label)
+        found = [tensor for tensor in (image, label) if _same_memory(with_image, tensor)]
+        return read(label, found[0], threshold) if found else None
+
+    return runs_of
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def none(*_: Any) -> None:
+    """No record has runs."""
 
 
 Outcome = tuple[list[dict[str, Any]] | str, Any, list[str], bool]
 
 
-def run(transform: Any, item: dict[str, Any], runs_of: Callable[[torch.Tensor], Runs | None]) -> Outcome:
+def run(transform: Any, item: dict[str, Any], runs_of: RunsOf) -> Outcome:
     """Two calls: what they give or raise, the random state behind, the warnings, whether runs stood in."""
     start, centers = transform.cropper.R.get_state(), transform.cropper.centers
     result: Any = []
@@ -91,8 +111,8 @@ def without_ids(samples: Any) -> Any:
 
 def as_monai(transform: Any, item: dict[str, Any], runs_of: Any = None, stands_in: bool = True) -> None:
     """Compares everything that two calls leave behind with what MONAI's own lists would."""
-    found = run(transform, item, over(item["label"]) if runs_of is None else runs_of)
-    expected = run(transform, item, lambda tensor: None)
+    found = run(transform, item, over(item) if runs_of is None else runs_of)
+    expected = run(transform, item, none)
     assert found[3] == stands_in and not expected[3]
     assert_same(without_ids(found[0]), without_ids(expected[0]))
     assert_same(found[1], expected[1])
@@ -161,7 +181,7 @@ def test_a_slice_of_two_axes() -> None:
 def test_lazy_croppers_too() -> None:
     transform = RandCropByPosNegLabeld(KEYS, "label", 8, num_samples=2, lazy=True).set_random_state(0)
     item = item_of(organs())
-    runs_of = over(item["label"])
+    runs_of = over(item)
     with standing_in(transform, item, runs_of) as stood_in:
         found = transform(item)
     assert stood_in
@@ -180,6 +200,76 @@ def test_volumes_without_memory_are_cropped_at_the_same_places() -> None:
     for one, other in zip(found, expected, strict=True):
         assert one["image"].storage_offset() == int(other["image"].reshape(-1)[0])
         assert one["label"].meta["crop_center"] == other["label"].meta["crop_center"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where an image is above a threshold
+
+
+def regions(channels: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An image of boxes that lie across those of :func:`organs`, with NaN, infinite and negative values."""
+    image = torch.zeros(channels, 40, 50, 60, dtype=torch.float64)
+    image[0, :20, 10:40], image[0, 5:15, :, 40:] = -1, 3
+    image[-1, 10:30, 5:25, 10:], image[-1, 25:, 40:] = 0.25, float("inf")
+    image[0, 12:20, 12:20, 32:] = float("nan")
+    return (image if dtype.is_floating_point else image.nan_to_num(0, 7, -7)).to(dtype)
+
+
+def with_image(label: torch.Tensor, image: torch.Tensor, meta: bool = True) -> dict[str, Any]:
+    item = {"image": image, "label": label, "id": "case 3"}
+    return {k: MetaTensor(v) if meta and isinstance(v, torch.Tensor) else v for k, v in item.items()}
+
+
+THRESHOLDS = [0, 0.0, -0.5, 0.25, 3, -math.inf, 1e9, math.nan]
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    by_classes=st.booleans(),
+    threshold=st.sampled_from(THRESHOLDS),
+    channels=st.integers(1, 3),
+    of_image=st.sampled_from([torch.float32, torch.float16, torch.int16, torch.float64, torch.bool]),
+    dtype=st.sampled_from(DTYPES),
+    values=st.sampled_from([(0, 1, 2, 5, 3), (0, 1), (0, 0), (1, 1), (2, 2)]),
+    meta=st.booleans(),
+)
+def test_centres_where_an_image_is_above_a_threshold_are_monais(
+    seed: int, by_classes: bool, threshold: float, channels: int, of_image: torch.dtype, dtype: torch.dtype,
+    values: Any, meta: bool,
+) -> None:  # fmt: skip
+    image = {"image_key": "image", "image_threshold": threshold}
+    transform: Any = (
+        RandCropByLabelClassesd(KEYS, "label", (9, 8, 7), None, 4, 5, **image)  # type: ignore[arg-type]
+        if by_classes
+        else RandCropByPosNegLabeld(KEYS, "label", (9, 8, 7), num_samples=5, **image)  # type: ignore[arg-type]
+    )
+    as_monai(transform.set_random_state(seed), with_image(organs(dtype, values), regions(channels, of_image), meta))
+
+
+@pytest.mark.parametrize("threshold", [0.5, 2])
+def test_the_label_itself_may_be_the_image(threshold: float) -> None:
+    transform = crop(image_key="label", image_threshold=threshold, num_samples=9)
+    as_monai(transform, item_of(organs()))
+
+
+def test_an_item_without_the_image_goes_by_its_label() -> None:
+    item = item_of(organs())
+    runs_of = over(item)
+    as_monai(crop(image_key="other", num_samples=9), item, runs_of)
+
+
+def test_without_joint_runs_monai_looks_itself() -> None:
+    """A record that was written for another threshold, or none, has runs of the label only."""
+    item = item_of(organs())
+    as_monai(crop(image_key="image"), item, lambda label, image=None, *_: reading(organs()) if image is None else None,
+             stands_in=False)  # fmt: skip
+
+
+def test_lookups_tell_writers_which_joint_runs_croppers_want() -> None:
+    assert lookup_of(crop()) == lookup_of(by_class(num_classes=2)) == ("label", "", "")
+    assert lookup_of(crop(image_key="image")) == ("label", "image", "0.0")
+    assert lookup_of(by_class(num_classes=2, image_key="ct", image_threshold=-175)) == ("label", "ct", "-175")
+    assert lookup_of(crop(fg_indices_key="a")) is lookup_of(RandSpatialCropd(KEYS, 8)) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,8 +295,9 @@ def with_indices() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "transform",
     [
-        crop(image_key="image"), crop(image_key="image", image_threshold=1000.0), crop(fg_indices_key="a"),
-        by_class(num_classes=3, image_key="image"), by_class(num_classes=3, max_samples_per_class=2),
+        crop(image_key="image", image_threshold=np.float32(0.5)), crop(image_key="image", image_threshold=1 << 64),
+        crop(image_key=0), crop(image_key="image", fg_indices_key="a"), crop(fg_indices_key="a"),
+        by_class(num_classes=3, max_samples_per_class=2),
         by_class(), by_class(num_classes=3, indices_key="indices"), by_class(num_classes="3"),
         Derived(KEYS, "label", 8).set_random_state(0),
     ],
@@ -227,7 +318,7 @@ def test_indices_that_the_user_computed() -> None:
 def test_other_transforms_are_left_alone() -> None:
     item = item_of(organs())
     for transform in (RandSpatialCropd(KEYS, 8), Spacingd(KEYS, 1.0), lambda x: x, RandCropByPosNegLabel(8)):
-        with standing_in(transform, item, over(item["label"])) as stood_in:
+        with standing_in(transform, item, over(item)) as stood_in:
             assert not stood_in
 
 
@@ -238,7 +329,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "other bits": lambda label: label.view(torch.int32),
     "one more axis": lambda label: label[None],
     "no channel": lambda label: label[0],
-    "reshaped": lambda label: label.reshape(1, 50, 40, 60),
+    "reshaped": lambda label: label.reshape(-1, 50, 40, 60),
     "flipped": lambda label: label.flip(1),
 }
 
@@ -247,24 +338,39 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("transform", [crop(), by_class(num_classes=4)], ids=["grounds", "classes"])
 def test_a_label_that_is_no_more_the_whole_volume(transform: Any, change: Callable[[Any], Any]) -> None:
     item = item_of(organs(), meta=False)
-    runs_of = over(item["label"])
+    runs_of = over(item)
     item["label"] = change(item["label"])
     as_monai(transform, item, runs_of, stands_in=False)
 
 
-def test_another_part_or_order_of_the_same_memory() -> None:
-    memory = torch.zeros(2, 1, 40, 40, 40)
-    memory[0, 0, 5:20, 5:30], memory[1, 0, 30:, :, 30:] = 1, 2
-    runs = reading(memory[0])
-    item = {"image": memory[0], "label": memory[0]}
-    as_monai(crop(), item, lambda tensor: runs)
-    as_monai(crop(), {**item, "label": memory[1]}, lambda tensor: runs, stands_in=False)
-    as_monai(crop(), {**item, "label": memory[0].transpose(1, 3)}, lambda tensor: runs, stands_in=False)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_image_that_is_no_more_the_whole_volume(change: Callable[[Any], Any]) -> None:
+    item = with_image(organs(), regions(2), meta=False)
+    runs_of = over(item)
+    item["image"] = change(item["image"])
+    as_monai(crop(image_key="image"), item, runs_of, stands_in=False)
+
+
+def test_one_channel_of_an_image_of_two() -> None:
+    item = with_image(organs(), regions(2), meta=False)
+    runs_of = over(item)
+    as_monai(crop(image_key="image"), item, runs_of)
+    as_monai(crop(image_key="image"), {**item, "image": item["image"][:1]}, runs_of, stands_in=False)
+    as_monai(crop(image_key="image"), {**item, "image": item["image"].numpy()}, runs_of, stands_in=False)
+
+
+def test_another_order_of_the_same_memory() -> None:
+    label = torch.zeros(1, 40, 40, 40)
+    label[0, 5:20, 5:30] = 1
+    item = {"image": label, "label": label}
+    runs_of = over(item)
+    as_monai(crop(), item, runs_of)
+    as_monai(crop(), {**item, "label": label.transpose(1, 3)}, runs_of, stands_in=False)
 
 
 def test_a_label_with_pending_operations() -> None:
     item = item_of(organs())
-    runs_of = over(item["label"])
+    runs_of = over(item)
     item["label"] = Spacingd("label", 2.0, mode="nearest", lazy=True)(item)["label"]
     assert item["label"].pending_operations
     as_monai(crop(), item, runs_of, stands_in=False)
@@ -272,7 +378,7 @@ def test_a_label_with_pending_operations() -> None:
 
 def test_a_label_of_another_type_or_none_at_all() -> None:
     item = item_of(organs(), meta=False)
-    runs_of = over(item["label"])
+    runs_of = over(item)
     as_monai(crop(), {**item, "label": item["label"].numpy()}, runs_of, stands_in=False)
     as_monai(crop(), {"image": item["image"]}, runs_of, stands_in=False)
     as_monai(crop(), {**item, "label": torch.nn.Parameter(item["label"])}, runs_of, stands_in=False)

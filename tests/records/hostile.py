@@ -18,7 +18,7 @@ import torch
 
 from monai_gds.base.checksum import checksum
 from monai_gds.base.dtypes import DTYPES
-from monai_gds.records.header import BLOCKS, CRC, RUNS, TABLE
+from monai_gds.records.header import BLOCKS, CRC, JOINT_BLOCKS, JOINT_RUNS, RUNS, TABLE, RunsKey
 
 __all__ = ["KINDS", "TILED", "Opened"]
 
@@ -106,7 +106,9 @@ class Opened:
         header: dict[str, Any] = {}
         data, sums = bytearray(), {}
         for name, entry in self.entries.items():
-            large = len(entry.data) >= 64 << 10 or TABLE + name in self.entries or name.startswith(BLOCKS)
+            large = (
+                len(entry.data) >= 64 << 10 or TABLE + name in self.entries or name.startswith((BLOCKS, JOINT_BLOCKS))
+            )
             size = DTYPES.get(entry.dtype, ("", 1))[1] if type(entry.dtype) is str else 1
             _pad(header, data, _ALIGNMENT if large else size)
             begin = len(data)
@@ -238,6 +240,7 @@ for _text, _name in {
     "a NUL": "a\0b", "an escape": "\x1b[2J", "a line": "a\nb", "a lone surrogate": "\ud800", "nothing": "",
     "a path": "../../etc/shadow", "100,000 characters": "x" * 100_000, "a reserved name": "__class__",
     "an unused table of tiles": f"{TABLE}small", "unused runs": f"{RUNS}small", "unused blocks": f"{BLOCKS}small",
+    "joint runs of nothing": JOINT_RUNS, "joint runs of what is whole": f'{JOINT_RUNS}["small","small","0.0"]',
 }.items():  # fmt: skip
     KINDS[f"one entry more, of the name {_text}"] = lambda record, name=_name: record.entries.__setitem__(
         name, Entry("U8", [8], bytes(8))
@@ -574,3 +577,56 @@ TILED["runs: of the image"] = lambda record: setattr(
     "entries",
     {name.replace("s.label", "s.image") if "run" in name else name: e for name, e in record.entries.items()},
 )
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Joint runs: a table of one block and four values
+
+JOINT = RunsKey("label", "image", "0.0")
+
+
+def _flags(*order: int) -> Callable[[np.ndarray], None]:
+    def change(table: np.ndarray) -> None:
+        flags = table[-1:].view(np.uint8)
+        flags[:] = flags[list(order)]
+
+    return change
+
+
+for _text, _edit in {
+    "no runs": _set(0, 0), "no values": _set(2, 0), "two values": _set(2, 2), "a huge size": _set(3, 1 << 30),
+    "another checksum": _set(4, 1), "cut": lambda table: table[:-1].copy(), "no flags": _set(-1, 0),
+    "only flags": _set(-1, 0x01010101), "flags that are more": _set(-1, 0x02000200),
+    "flags the other way round": _flags(1, 0, 3, 2), "another value": _set(9, 77),
+    "counts the other way round": lambda table: table.__setitem__(slice(5, 9), table[5:9][[1, 0, 3, 2]]),
+    "values the other way round": lambda table: table.__setitem__(slice(9, 13), table[9:13][::-1].copy()),
+}.items():  # fmt: skip
+    TILED[f"joint runs: {_text}"] = _table(_edit, JOINT.entries[0])
+
+
+def _of(text: str) -> Kind:
+    """Joint runs that are of something else, as their entries' names say."""
+
+    def rename(record: Opened) -> None:
+        was = JOINT.entries[0].removeprefix(JOINT_RUNS)
+        record.entries = {
+            name.replace(was, text) if name in JOINT.entries else name: entry for name, entry in record.entries.items()
+        }
+
+    return rename
+
+
+for _text, _name in {
+    "nothing": "", "text": "label", "two names": '["label","image"]', "an object": '{"label":"image"}',
+    "a number": '["label","image",0.0]', "spaces": '["label", "image", "0.0"]', "no threshold": '["label","image",""]',
+    "no number": '["label","image","x"]', "infinite digits": f'["label","image","{"9" * 5000}"]',
+    "a number with zeros": '["label","image","00"]', "a number with underscores": '["label","image","1_0"]',
+    "another threshold": '["label","image","1.0"]', "the label itself": '["label","label","0.0"]',
+    "a small tensor": '["label","small","0.0"]', "no such tensor": '["label","none","0.0"]',
+    "no such label": '["none","image","0.0"]', "a label that is whole": '["small","image","0.0"]',
+    "a reserved name": '["label","__arrays","0.0"]', "nested deeply": "[" * 10_000, "a surrogate": '["\\ud800","","0"]',
+    "the other way round": '["image","label","0.0"]',
+}.items():  # fmt: skip
+    TILED[f"joint runs: of {_text}"] = _of(_name)
+TILED["joint runs: no blocks"] = lambda record: record.entries.pop(JOINT.entries[1])
+TILED["joint runs: only blocks"] = lambda record: record.entries.pop(JOINT.entries[0])
+TILED["joint runs: alone"] = lambda record: [record.entries.pop(name) for name in RunsKey("label").entries]

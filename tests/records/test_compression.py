@@ -66,7 +66,7 @@ def test_auto_leaves_small_volumes_whole_for_crops_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     "asked",
     [("auto", "auto", True, True), ("lz4", "auto", False, True), ("auto", 16, False, True),
-     ("auto", "auto", False, True, True)],
+     ("auto", "auto", False, True, [("label", "", "")])],
     ids=["GPU", "a codec", "an edge", "crops by label"],
 )  # fmt: skip
 def test_all_large_tensors_are_cut_otherwise(asked: Any) -> None:

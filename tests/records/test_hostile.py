@@ -34,7 +34,7 @@ from monai_gds.tiles import blosc
 from monai_gds.tiles.boxes import whole_box
 from tests.caches import key
 from tests.loopdisk import loop_disk, run
-from tests.records.hostile import KINDS, TILED, Opened
+from tests.records.hostile import JOINT, KINDS, TILED, Opened
 from tests.same import assert_same, same
 
 needs_blosc2 = pytest.mark.skipif(blosc.why_not() is not None, reason=f"{blosc.why_not()}")
@@ -48,7 +48,7 @@ SMALL = {
 
 
 def volumes() -> dict[str, Any]:
-    """An item of which two tensors come in tiles, and one of these has runs."""
+    """An item of which two tensors come in tiles. One of these has runs, and joint runs with the other."""
     image = torch.randint(0, 100, (1, 64, 64, 72), generator=torch.Generator().manual_seed(0)).float()
     image[:, :, 30:] = 0
     label = torch.zeros(1, 64, 64, 72)
@@ -111,7 +111,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def tiled(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("tiled"), volumes(), Compression("lz4"))
+    return Place(tmp_path_factory.mktemp("tiled"), volumes(), Compression("lz4", joint=(tuple(JOINT),)))
 
 
 #: What another process may be able to use: it has the types, the item or the data root.
@@ -201,10 +201,11 @@ class Make(Transform):  # type: ignore[misc]  # MONAI is untyped
         return volumes()
 
 
-def dataset(folder: Path, crops: bool = False) -> GDSDataset:
+def dataset(folder: Path, crops: bool = False, image: str | None = None) -> GDSDataset:
     steps: list[Any] = [Make()]
     if crops:
-        steps.append(RandCropByPosNegLabeld(["image", "label"], "label", (16, 16, 16), num_samples=2))
+        both = ["image", "label"]
+        steps.append(RandCropByPosNegLabeld(both, "label", (16, 16, 16), num_samples=2, image_key=image))
     transform = Compose(steps)
     transform.set_random_state(1)
     return GDSDataset([{"i": 0}, {"i": 1}], transform, folder, device="cpu", compression="lz4", options={"tiles": 32})
@@ -322,20 +323,29 @@ def test_a_sparse_file_costs_neither_memory_nor_time(tmp_path: Path, name: str, 
 
 
 @needs_blosc2
-@pytest.mark.parametrize("name", ["another checksum", "values the other way round", "counts the other way round"])
+@pytest.mark.parametrize(
+    "name",
+    [*(f"{runs}: {what}" for runs in ("runs", "joint runs") for what in (
+        "another checksum", "values the other way round", "counts the other way round"
+    )), "joint runs: flags the other way round"],
+)  # fmt: skip
 def test_runs_that_lie_do_not_move_a_crop(tmp_path: Path, name: str) -> None:
     """Their checksums are right. The voxels that are read are others than the runs say."""
-    with dataset(tmp_path) as made:
+    image = "image" if name.startswith("joint") else None
+    with dataset(tmp_path, crops=True, image=image) as made:
         path = tmp_path / f"{made.key(0).digest}{header.SUFFIX}"
         made[0]
-    expected = plain(dataset(tmp_path, crops=True)[0])
+    expected = plain(dataset(tmp_path, crops=True, image=image)[0])
     record = Opened.of(path.read_bytes())
-    TILED[f"runs: {name}"](record)
+    TILED[name](record)
     path.unlink()
     path.write_bytes(record.bytes())
     found = check(path)
     assert found is not None and "runs" in found.problem
-    with dataset(tmp_path, crops=True) as wrong, pytest.warns(CacheWarning, match=r"computed again: .*runs"):
+    with (
+        dataset(tmp_path, crops=True, image=image) as wrong,
+        pytest.warns(CacheWarning, match=r"computed again: .*runs"),
+    ):
         assert_same(plain(wrong[0]), expected)
     found = check(path)
     assert found is not None and not found.problem

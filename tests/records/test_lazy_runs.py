@@ -10,19 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from monai.data import MetaTensor
 
 from monai_gds.errors import CacheWarning, DamagedRecord, FileChanged
+from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.maintenance import check
 from monai_gds.items.tree import encode_item
 from monai_gds.records import header
+from monai_gds.records.compression import Compression
+from monai_gds.records.header import RunsKey
 from monai_gds.records.heads import Form, HeadMemory
 from monai_gds.records.pending import PendingItem
 from monai_gds.tiles import blosc, runs
 from tests.caches import key
-from tests.records.test_lazy import box, item, lazily, opened
+from tests.records.test_lazy import box, item, lazily, opened, read
 from tests.records.test_writing import header_of, with_header
 
 pytestmark = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
+
+
+OF_LABEL = RunsKey("label")
 
 
 def label() -> torch.Tensor:
@@ -31,7 +38,7 @@ def label() -> torch.Tensor:
 
 
 def only_organ(found: PendingItem) -> tuple[Any, np.ndarray]:
-    of_label = found.runs["label"]
+    of_label = found.runs[OF_LABEL]
     return of_label, (of_label.values == 3).numpy()
 
 
@@ -39,21 +46,21 @@ def test_labels_have_runs_and_images_have_none(tmp_path: Path) -> None:
     cache = opened(tmp_path, codec="lz4")
     assert cache.publish(key(), encode_item(item()))
     found = lazily(cache)
-    assert set(found.runs) == {"label"}
+    assert set(found.runs) == {OF_LABEL}
     of_label, organ = only_organ(found)
     right = torch.nonzero(label().reshape(-1)).flatten()
     assert of_label.count(organ) == len(right)
     assert [of_label.find(organ, k) for k in (0, 10_000, len(right) - 1)] == right[[0, 10_000, -1]].tolist()
     memory = HeadMemory()
     memory.keep(found._path, found._head._replace(runs={}))
-    assert cache._reader.heads.nbytes == memory.nbytes + found._head.runs["label"][0].nbytes
+    assert cache._reader.heads.nbytes == memory.nbytes + found._head.runs[OF_LABEL][0].nbytes
 
 
 def test_an_item_that_keeps_arrays_has_runs_of_tensors_only(tmp_path: Path) -> None:
     cache = opened(tmp_path, codec="lz4", form=Form(numpy=True))
     assert cache.publish(key(), encode_item({**item(), "array": label().numpy()}))
-    assert set(lazily(cache).runs) == {"label"}
-    assert set(lazily(opened(tmp_path)).runs) == {"label", "array"}
+    assert set(lazily(cache).runs) == {OF_LABEL}
+    assert set(lazily(opened(tmp_path)).runs) == {OF_LABEL, RunsKey("array")}
 
 
 @pytest.mark.parametrize("codec", [None, "lz4"])
@@ -65,7 +72,7 @@ def test_what_is_stored_whole_has_no_runs(tmp_path: Path, codec: str | None) -> 
 
 
 def blocks_in(path: Path) -> slice:
-    entry = header.parse(path.read_bytes(), path.stat().st_size).runs["label"].blocks
+    entry = header.parse(path.read_bytes(), path.stat().st_size).runs[OF_LABEL].blocks
     return slice(entry.offset, entry.offset + entry.nbytes)
 
 
@@ -151,8 +158,8 @@ def test_every_byte_of_runs_is_verified(tmp_path: Path) -> None:
     path = tmp_path / f"{key().digest}{header.SUFFIX}"
     whole = path.read_bytes()
     parsed = header.parse(whole, len(whole))
-    for name, (table, blocks) in parsed.runs.items():
-        for entry, what in ((table, f"__runs.{name}"), (blocks, f"__run_blocks.{name}")):
+    for of, entries in parsed.runs.items():
+        for entry, what in zip(entries, of.entries, strict=True):
             for place in range(entry.offset, entry.offset + entry.nbytes, 7):
                 path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
                 found = check(path)
@@ -160,3 +167,74 @@ def test_every_byte_of_runs_is_verified(tmp_path: Path) -> None:
     path.write_bytes(whole)
     found = check(path)
     assert found is not None and not found.problem
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Joint runs
+
+
+def bright() -> dict[str, Any]:
+    """An item whose image is smooth enough for joint runs: bright in a box that overlaps the label's."""
+    dark = torch.full((1, 80, 90, 100), -1000.0)
+    dark[:, 40:, 20:70, :60] = 50
+    return {**item(), "image": dark}
+
+
+def joint(tmp_path: Path, made: Any, *lookups: tuple[str, str, str]) -> CacheDirectory:
+    """A cache with a record of an item that was written for lookups."""
+    cache = opened(tmp_path)
+    cache.compression = Compression("lz4", joint=lookups)
+    assert cache.publish(key(), encode_item(made))
+    return cache
+
+
+LOOKUP = ("label", "image", "-100")
+
+
+def test_joint_runs_find_voxels_where_the_image_is_above_the_threshold(tmp_path: Path) -> None:
+    found = lazily(joint(tmp_path, bright(), LOOKUP))
+    assert {of for of in found.runs if of[2]} == {LOOKUP}
+    runs = found.runs[LOOKUP]
+    assert runs.image == (torch.float32, (1, 80, 90, 100)) and runs.above is not None
+    right = ((label() == 3) & (bright()["image"] > -100)).flatten().nonzero().flatten()
+    chosen = ((runs.values == 3) & runs.above).numpy()
+    assert runs.count(chosen) == len(right)
+    assert [runs.find(chosen, k) for k in (0, 5000, len(right) - 1)] == right[[0, 5000, -1]].tolist()
+    assert read(found, {"label": [box(40, 30, 40, 10)], "image": [box(40, 30, 40, 10)]})
+    checked = check(tmp_path / f"{key().digest}{header.SUFFIX}")
+    assert checked is not None and not checked.problem
+
+
+def test_tensors_without_joint_runs(tmp_path: Path) -> None:
+    """The image has another shape, is not there, is no tensor, or is noise."""
+    dark = bright()["image"]
+    made = {**bright(), "noise": item()["image"], "nested": {"image": dark}, "flat": dark[0]}
+    names = ("array", "none", "name", "small", "noise", "nested", "nested.image", "flat")
+    found = lazily(joint(tmp_path, made, *(("label", name, "28") for name in names), ("name", "image", "28")))
+    assert {of for of in found.runs if of[2]} == set()
+
+
+def test_the_image_may_be_whole_in_the_record(tmp_path: Path) -> None:
+    """Powers of two with random exponents do not get smaller."""
+    made = bright()
+    noise = torch.rand(made["image"].shape, generator=torch.Generator().manual_seed(0))
+    made["image"] = made["image"].sign() * torch.exp2(noise * 200 - 100)
+    found = lazily(joint(tmp_path, made, ("label", "image", "0.0")))
+    assert "image" not in found.later and ("label", "image", "0.0") in found.runs
+    given = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in found.later.items()}
+    (out,) = found.wait(tensors=given)
+    image = out["image"]
+    assert found.name_of(image) == found.name_of(MetaTensor(image)) == found.name_of(image[:]) == "image"
+    parts = (image[:, 1:], image[:, :-1], image.transpose(1, 2), image.view(torch.int32), out["small"][:0])
+    for other in (image.clone(), *parts):
+        assert found.name_of(other) is None
+    checked = check(tmp_path / f"{key().digest}{header.SUFFIX}")
+    assert checked is not None and not checked.problem
+
+
+def test_a_conversion_writes_the_joint_runs_that_it_is_asked_for(tmp_path: Path) -> None:
+    cache = joint(tmp_path, bright())
+    assert LOOKUP not in lazily(cache).runs
+    cache.compression = Compression("zstd", joint=(LOOKUP,))
+    assert cache.convert(key()) == "converted"
+    assert LOOKUP in lazily(cache).runs

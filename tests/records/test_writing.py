@@ -446,6 +446,34 @@ def test_runs_of_a_label_lie_as_specified(path: Path, codec: str) -> None:
 
 
 @needs_blosc2
+def test_joint_runs_lie_as_specified() -> None:
+    zstandard = pytest.importorskip("zstandard")
+    label, image = torch.zeros(1, 80, 80, 60), torch.zeros(2, 80, 80, 60)
+    label[0, 10:50, 20:50, 5:40], image[0, :30], image[1, :, 60:] = 2, 7, float("inf")
+    joint = (("label", "image", "0.5"), ("label", "image", "0"), ("none", "image", "0"), ("label", "small", "0"))
+    item = encode_item({"label": label, "image": MetaTensor(image), "small": torch.zeros(3)})
+    buffers = pack_record(item, {}, Compression("lz4", joint=joint))
+    blob = b"".join(b.numpy().tobytes() if isinstance(b, torch.Tensor) else bytes(b) for b in buffers)
+    entries = header_of(blob)
+    tables = [name for name in entries if name.startswith("__joint_runs.")]
+    assert tables == [f'__joint_runs.["label","image","{threshold}"]' for threshold in ("0.5", "0")]
+    data = blob[8 + int.from_bytes(blob[:8], "little") :]
+    names = (tables[0], tables[0].replace("runs", "run_blocks"))
+    table, blocks = (data[slice(*entries[name]["data_offsets"])] for name in names)
+    assert entries[names[1]]["data_offsets"][0] % ALIGNMENT == 0
+
+    count, per_block, values = np.frombuffer(table, "<u4", 3).tolist()
+    assert count <= per_block and values == 4
+    patterns, flags = np.frombuffer(table, "<f4", values, 20 + 4 * values), np.frombuffer(table[-values:], np.uint8)
+    assert len(table) == 20 + 9 * values
+    planes = zstandard.ZstdDecompressor().decompress(blocks, max_output_size=5 * per_block)
+    rows = np.frombuffer(planes, np.uint8).reshape(5, per_block)
+    lengths = sum(rows[i].astype(np.int64) << 8 * i for i in range(4))
+    assert np.array_equal(np.repeat(patterns[rows[4]], lengths), label.flatten().numpy())
+    assert np.array_equal(np.repeat(flags[rows[4]], lengths), (image > 0.5).any(0).flatten().numpy())
+
+
+@needs_blosc2
 def test_without_a_codec_or_large_tensors_a_record_is_what_it_was() -> None:
     item = encode_item({"a": torch.zeros(1000), "b": torch.randn((1 << 18) - 1)})
     plain, asked = (pack_record(item, {}, Compression(codec)) for codec in (None, "lz4"))

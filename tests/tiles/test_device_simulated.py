@@ -102,8 +102,8 @@ def test_boxes(tmp_path: Path, device_bytes: int) -> None:
     cache = _cache(tmp_path, device_bytes=device_bytes)
     boxes: list[Box] = [(slice(3, 20), slice(70, 90), slice(1, 9)), (slice(60, 80), slice(0, 33), slice(95, 100))]
     for _ in range(3):
-        (lazy,) = cache.start([key().digest], lazily=True)
-        assert lazy is not None and lazy.tiled
+        (lazy,) = cache.start([key().digest], "rest")
+        assert lazy is not None and lazy.later
         found = lazy.read({"label": boxes, "image": boxes[:1]}).wait()
         assert found is not None
         for name, volume in found.items():

@@ -15,7 +15,7 @@ from monai_gds import limits
 from monai_gds.errors import DamagedRecord
 from monai_gds.tiles import blosc
 from monai_gds.tiles import runs as module
-from monai_gds.tiles.runs import Packed, RunTable, pack
+from monai_gds.tiles.runs import Packed, RunTable, above, pack, threshold_of, threshold_text
 from tests.runs_of import reading, unpacking
 
 pytestmark = pytest.mark.skipif(bool(blosc.why_not()), reason="blosc2 is not installed")
@@ -254,3 +254,99 @@ def test_a_default_device_does_not_matter() -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(table.values, torch.arange(7.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Joint runs
+
+
+@given(
+    of_label=st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    of_image=st.lists(st.integers(1, 3000), min_size=1, max_size=60),
+    dtype=st.sampled_from(DTYPES),
+    values=st.integers(1, 9),
+    block=st.sampled_from([3, 4096]),
+    threshold=st.sampled_from([0, 0.0, 0.5, -1.0, 2, math.nan]),
+)
+def test_joint_runs_find_what_numpy_finds(
+    of_label: list[int], of_image: list[int], dtype: torch.dtype, values: int, block: int, threshold: float
+) -> None:
+    size = sum(of_label)
+    generator = torch.Generator().manual_seed(size)
+    which = torch.randint(0, values, (len(of_label),), generator=generator).repeat_interleave(torch.tensor(of_label))
+    label = (which % 2 if dtype == torch.bool else which).to(dtype).reshape(1, 1, size)
+    signs = torch.tensor([(-1.0) ** i for i in range(len(of_image))]).repeat_interleave(torch.tensor(of_image))
+    image = torch.stack([signs.repeat(-(-size // len(signs)))[:size], label[0, 0].float()]).reshape(2, 1, size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK_RUNS", max(block, 200 // block))
+        patch.setattr(module, "_LEAST_LENGTH", 1)
+        patch.setattr(module, "_LEAST_JOINT_LENGTH", 1)
+        patch.setattr(module, "_LEAST_JOINT_ELEMENTS_PER_BYTE", 0)
+        runs = reading(label, image, threshold_text(threshold))
+    is_above = (image > threshold).any(0).reshape(-1).numpy()
+    assert runs.above is not None
+    for i, (value, flag) in enumerate(zip(bits(runs.values), runs.above.numpy(), strict=True)):
+        right = np.flatnonzero((bits(label) == value).all(1) & (is_above == flag))
+        chosen = np.arange(len(runs.values)) == i
+        assert 0 < len(right) == runs.count(chosen)
+        for k in {0, len(right) // 2, len(right) - 1}:
+            assert runs.find(chosen, k) == right[k]
+    assert runs.count(np.ones(len(runs.values), bool)) == size
+
+
+def test_joint_runs_have_at_most_256_pairs() -> None:
+    label = torch.arange(200, dtype=torch.uint8).repeat_interleave(1000).view(1, 400, 500)
+    half = torch.zeros(1, 400, 500)
+    half[:, :, ::250] = half[:, :, :100] = 1
+    assert pack(label) is not None and pack(label, above(half, "1")) is not None
+    assert pack(label, above(half, "0")) is None
+
+
+def test_joint_runs_with_noise_do_not_pay() -> None:
+    noise = torch.randn((1, 70, 60, 50), generator=torch.Generator().manual_seed(0))
+    assert pack(organs(), above(noise, "0")) is None
+    assert pack(organs(), above(noise, "6.0")) is not None
+
+
+@pytest.mark.parametrize("threshold", [0, -5, 0.0, -0.0, 1e-300, 0.1, math.inf, -math.inf, math.nan, (1 << 63) - 1])
+def test_a_threshold_is_read_as_it_was_written(threshold: float) -> None:
+    read = threshold_of(threshold_text(threshold))
+    assert type(read) is type(threshold) and repr(read) == repr(threshold)
+
+
+@pytest.mark.parametrize("threshold", [True, None, "0", np.float64(1), np.int64(1), 1 << 63, torch.tensor(1.0)])
+def test_other_thresholds_are_not_written(threshold: Any) -> None:
+    assert threshold_text(threshold) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "00", "0.00", "1_0", " 1", "1e5", "+1", "-", "--1", "9" * 19, "9" * 5000, "٣"],
+    ids=lambda text: ascii(text)[:9],
+)
+def test_what_no_writer_writes_is_no_threshold(text: str) -> None:
+    with pytest.raises(DamagedRecord, match="threshold"):
+        threshold_of(text)
+
+
+def test_an_image_that_cannot_be_compared() -> None:
+    with pytest.raises(DamagedRecord, match="complex64"):
+        above(torch.zeros(1, 8, dtype=torch.complex64), "0.0")
+
+
+def test_a_joint_table_is_of_its_image() -> None:
+    label, image = organs(), organs(values=3)
+    packed = pack(label, above(image, "1"))
+    assert packed is not None
+    table, nbytes = packed.table.numpy(), len(packed.blocks)
+    shape = tuple(label.shape)
+    found = RunTable(shape, label.dtype, table, nbytes, (image.dtype, (2, *shape[1:])))
+    assert found.above is not None and len(found.above) == len(found.values) > len(found.values.unique())
+    for other in (None, (image.dtype, (1, 70, 60, 51)), (image.dtype, ())):
+        with pytest.raises(DamagedRecord, match="size"):
+            RunTable(shape, label.dtype, table, nbytes, other)
+    for flags, says in ((0, "twice"), (2, "twice")):
+        wrong = table.copy()
+        wrong[-len(found.values) :] = flags
+        with pytest.raises(DamagedRecord, match=says):
+            RunTable(shape, label.dtype, wrong, nbytes, (image.dtype, shape))
