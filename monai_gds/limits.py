@@ -244,11 +244,31 @@ BUDGET_PART_BYTES = 1 << 30
 #: memory: 1 to 3 GB for volumes of 512 x 512 x 300.
 POPULATE_WORKERS = 8
 
+# Programs
+
+#: Largest tensor that a program holds, and all of its tensors together. They cross from a worker process to the one
+#: that replays. Larger ones are made by the replay, or the transform runs there as a whole.
+CONSTANT_BYTES = 64 << 10
+CONSTANTS_BYTES = 1 << 20
+
+#: Largest tensor that a replay computes and a transform reads, such as a matrix: a guess goes with the program.
+GUESSED_BYTES = 4 << 10
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Loader
 
-#: Default bound of the records in flight, unless two batches are more. Measured on an H100 with 74 MB records, see the
-#: README.
+#: Batches that wait for the consumer, each in the device's memory.
+BATCHES_WAITING = 2
+
+#: Forms of transforms that are compared with an eager run, in one process and for one pipeline. A transform that never
+#: does the same twice would be run twice for ever.
+CHECKED_FORMS = 64
+
+#: Times running that a transform cannot be recorded until it is not tried again.
+REFUSALS = 4
+
+#: Default bound of the records in flight, unless three batches are more. Measured on an H100 with 74 MB records, see
+#: the README.
 PREFETCH_RECORDS = 8
 
 #: Default bound of the bytes of records in flight.

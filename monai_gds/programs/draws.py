@@ -231,9 +231,13 @@ class Draws:
     def _with_runs(self, ghosts: Ghosts, lazy: PendingItem) -> Callable[[Any, Any], Any]:
         """Returns a function that runs a transform. It takes the indices of a label from the runs in the record."""
 
-        def runs_of(tensor: torch.Tensor) -> Runs | None:
+        def name_of(tensor: torch.Tensor) -> str | None:
             name = ghosts.name_of(tensor)
-            return None if name is None else lazy.runs.get(name)
+            return name if name is not None or ghosts.spoilt() else lazy.name_of(tensor)
+
+        def runs_of(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Runs | None:
+            of_label, of_image = name_of(label), "" if image is None else name_of(image)
+            return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
 
         def apply(step: Any, item: Any) -> Any:
             with standing_in(step, item, runs_of):

@@ -130,17 +130,6 @@ def _small_volumes_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TILED_BYTES", 1000)
 
 
-@pytest.fixture(autouse=True)
-def _as_many_threads_everywhere() -> None:
-    """Has new threads compute on as many of torch's threads as this one, so that they get the same last bits.
-
-    torch computes some functions in vectors, such as powers and the angle that KSpaceSpikeNoised needs. What is left at
-    the end of each thread's share it takes one by one, with other last bits. The number of threads holds for all that
-    start later: a DataLoader's worker that is a thread sets it to 1, and leaves it so.
-    """
-    torch.set_num_threads(torch.get_num_threads())
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("files")

@@ -1,0 +1,244 @@
+"""Programs: what random transforms do to the tensors of an item, as plain values that another process can replay.
+
+Made by :mod:`monai_gds.programs.recorder` in a process that need not have the item's voxels or a GPU, and run by
+:mod:`monai_gds.programs.replay`. A program names operations by text, since torch's own objects for them cannot be
+pickled, and holds no tensor: constants are bytes, and the item is pickled with holes in place of tensors.
+
+Values are numbered: first the views of the record's tensors, then the constants, then what the steps give.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import string_at
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from monai_gds.tiles.boxes import Box, whole_box
+
+#: Stands for the replay's device among the arguments of a step.
+TARGET = torch.device("meta")
+
+#: Bytes of a step in memory, about.
+_STEP = 400
+
+
+#: Where a guess was made, and what it is.
+Asked: TypeAlias = "tuple[int, int]"
+Guess: TypeAlias = "bool | bytes"
+
+
+class View(NamedTuple):
+    """A view of a tensor of the record, as torch's ``as_strided`` gives it of the whole, contiguous tensor."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def box(self, shape: Sequence[int]) -> Box:
+        """The voxels around all that it touches, over the last three axes of a tensor of this shape."""
+        steps = torch.empty(tuple(shape), device="meta").stride()
+        axes = [axis for axis, n in enumerate(shape) if n > 1]
+        start, offset = [0] * len(shape), self.offset
+        for axis in axes:
+            start[axis], offset = divmod(offset, steps[axis])
+        end = [first + 1 for first in start]
+        for size, stride in zip(self.size, self.stride, strict=True):
+            if size == 1 or stride == 0:
+                continue
+            axis = next((axis for axis in axes if stride % steps[axis] == 0), -1)
+            if axis < 0:
+                return whole_box(shape)
+            end[axis] += (size - 1) * (stride // steps[axis])
+        if any(stop > n for stop, n in zip(end, shape, strict=True)):
+            return whole_box(shape)
+        x, y, z = [slice(0, 1)] * max(0, 3 - len(shape)) + [slice(a, b) for a, b in zip(start, end, strict=True)][-3:]
+        return x, y, z
+
+
+class Constant(NamedTuple):
+    """A small tensor that depends on nothing but the draw. It lies in :attr:`Program.packed`.
+
+    Attributes:
+        dtype: its dtype.
+        size: its shape.
+        stride: in elements; 0 along an axis that was expanded.
+        offset: bytes from the front of the packed ones.
+        on_target: whether it is wanted on the replay's device; else it stays on the CPU.
+    """
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    on_target: bool
+
+
+class Step(NamedTuple):
+    """An operation.
+
+    Attributes:
+        op: which of :attr:`Program.ops`.
+        args: its arguments, with None in place of tensors. A device is :data:`TARGET` or the CPU.
+        kwargs: those by name; None if there are none.
+        tensors: the tensors among them: position or name, place in the list that is there or -1, number of the value.
+        outs: the numbers of what it gives; None for what nobody needs.
+        dead: the values that nobody needs afterwards.
+    """
+
+    op: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    tensors: tuple[tuple[int | str, int, int], ...]
+    outs: tuple[int | None, ...]
+    dead: tuple[int, ...]
+
+
+class Guard(NamedTuple):
+    """A value that a transform asked for and that was guessed: a bool, or a small tensor that a GPU computes.
+
+    Attributes:
+        value: its number.
+        place: which transform asked, and how many guesses that had made before.
+        guess: what it was told; of a tensor, its bytes.
+    """
+
+    value: int
+    place: Asked
+    guess: Guess
+
+
+class Program(NamedTuple):
+    """What the first random transforms of an item do.
+
+    Attributes:
+        forms: dtype and shape of the record's tensors, by name.
+        views: the views of them that the steps and the item need.
+        copied: the names of those that must not be written to: the program writes into them, or what runs after it may.
+        constants: where small tensors lie in ``packed``.
+        packed: their bytes. Those for the replay's device come first.
+        uploaded: how many bytes these take.
+        ops: the names of the operations, such as ``aten::add.Tensor``.
+        steps: the operations in their order.
+        values: how many values there are.
+        guards: the values that were guessed.
+        holes: the numbers of the tensors of the item that have holes.
+        item: the item, by :func:`pack`.
+        done: how many transforms are in the program.
+        form: for each of them what identifies its operations.
+    """
+
+    forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    views: tuple[View, ...]
+    copied: frozenset[str]
+    constants: tuple[Constant, ...]
+    packed: bytes
+    uploaded: int
+    ops: tuple[str, ...]
+    steps: tuple[Step, ...]
+    values: int
+    guards: tuple[Guard, ...]
+    holes: tuple[int, ...]
+    item: bytes
+    done: int
+    form: tuple[str, ...]
+
+    def boxes(self) -> dict[str, list[Box]]:
+        """The voxels that the program touches, by the names of the tensors: those of each view, not all between."""
+        found: dict[str, dict[tuple[tuple[int, int], ...], Box]] = {}
+        for view in self.views:
+            if 0 not in view.size:
+                box = view.box(self.forms[view.name][1])
+                found.setdefault(view.name, {})[tuple((axis.start, axis.stop) for axis in box)] = box
+        return {name: list(boxes.values()) for name, boxes in found.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the program takes in memory, about."""
+        return len(self.packed) + len(self.item) + _STEP * (len(self.steps) + len(self.views))
+
+
+# The item
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, number: Callable[[Tensor], int | None]) -> None:
+        super().__init__(file, protocol=5)
+        self._number = number
+        self._memory: dict[int, bytearray] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        number = self._number(value)
+        attributes = None if type(value) is Tensor else value.__dict__
+        if number is not None:
+            return _hole, (number, type(value), attributes)
+        with torch._C.DisableTorchFunction():
+            storage = value.untyped_storage()
+            memory = self._memory.get(storage._cdata)
+            if memory is None:  # pickled once, so that tensors share it afterwards
+                memory = self._memory[storage._cdata] = bytearray(string_at(storage.data_ptr(), storage.nbytes()))
+            form = value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+        return _real, (memory, form, type(value), attributes)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._filled if found is _hole else found
+
+    def _filled(self, number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
+        return _as(self._tensors[number], kind, attributes)
+
+
+def _hole(number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
+    raise pickle.UnpicklingError("the item of a program is read by unpack")
+
+
+def _real(memory: bytearray, form: tuple[Any, ...], kind: type, attributes: dict[str, Any] | None) -> Tensor:
+    dtype, size, stride, offset = form
+    flat = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+    return _as(flat.as_strided(size, stride, offset), kind, attributes)
+
+
+def _as(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
+    made: Tensor = tensor.as_subclass(kind)  # an object of its own, over the same memory
+    if attributes is not None:
+        made.__dict__ = attributes
+    return made
+
+
+def pack(item: Any, number: Callable[[Tensor], int | None]) -> bytes:
+    """Pickles an item with holes for tensors, wherever they are in it.
+
+    Args:
+        item: the item.
+        number: returns the number of a tensor, whose value :func:`unpack` is given; None for one that is pickled.
+
+    Raises:
+        Exception: whatever pickle raises for something that cannot be pickled.
+    """
+    file = io.BytesIO()
+    _Packer(file, number).dump(item)
+    return file.getvalue()
+
+
+def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
+    """The item that :func:`pack` pickled, with these tensors. They get the classes and attributes that theirs had."""
+    return _Unpacker(io.BytesIO(data), tensors).load()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The values of a real tensor, in C order."""
+    with torch._C.DisableTorchFunction():
+        return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()

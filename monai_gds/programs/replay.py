@@ -1,0 +1,171 @@
+"""The replay of a program: its steps on the voxels, on the device, as MONAI would have run them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from monai_gds.programs.program import TARGET, Asked, Constant, Guess, Program, bytes_of, unpack
+
+
+class Source(Protocol):
+    """Voxels of a tensor of the record, such as :class:`monai_gds.records.volumes.Volume`."""
+
+    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        """A view, given as one of the whole tensor, contiguous and at the front of its memory."""
+
+
+class GuardFailed(Exception):
+    """A value that a transform asked for is not what it was told: make the item eagerly, or record it again.
+
+    Attributes:
+        found: what the bools are, as far as they are certain, by :attr:`Guard.place`: guesses for this item and others.
+        values: the same of tensors, guesses for this item only.
+    """
+
+    def __init__(self, right: Mapping[Asked, Guess]) -> None:
+        super().__init__(f"the transform {max(right)[0]} of a program does something else on these values")
+        self.found = {place: value for place, value in right.items() if isinstance(value, bool)}
+        self.values = {place: value for place, value in right.items() if isinstance(value, bytes)}
+
+
+def replay(program: Program, volumes: Mapping[str, Source], device: torch.device, *, shared: bool = True) -> Any:
+    """Runs a program.
+
+    Args:
+        program: what to run. It may be run again.
+        volumes: by name, voxels of the record's tensors on the device, at least those of :meth:`Program.boxes`.
+        device: the device that the program was recorded for.
+        shared: whether others use the volumes, too. Then neither the program nor what runs after it writes to them.
+
+    Returns:
+        The item after the first :attr:`Program.done` transforms. Its tensors may be views of the volumes; of those in
+        :attr:`Program.copied` only if these are not shared.
+
+    Raises:
+        GuardFailed: the program is not what the transforms do on these voxels.
+        Exception: whatever an operation raises. The transforms raise it too, or would on other hardware.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
+        values += [None] * (program.values - len(values))
+        try:
+            _run(program, values, device)
+        except Exception:  # perhaps it is on the way of a wrong guess
+            _check(program, values)
+            raise
+        _check(program, values)
+        return unpack(program.item, [values[number] for number in program.holes])
+
+
+def _run(program: Program, values: list[Any], device: torch.device) -> None:
+    ops = [_op(name) for name in program.ops]
+    for op, args, kwargs, tensors, outs, dead in program.steps:
+        given = list(args)
+        named = dict(kwargs) if kwargs else {}
+        for where, inner, number in tensors:
+            holder: Any = given if where.__class__ is int else named
+            if inner < 0:
+                holder[where] = values[number]
+            else:
+                if holder[where].__class__ is tuple:
+                    holder[where] = list(holder[where])
+                holder[where][inner] = values[number]
+        if named.get("device") == TARGET:
+            named["device"] = device
+        made = ops[op](*given, **named)
+        if len(outs) == 1 and isinstance(made, Tensor):
+            values[outs[0]] = made  # type: ignore[index]
+        else:
+            _put(values, outs, made)
+        for number in dead:
+            values[number] = None
+
+
+def _put(values: list[Any], outs: Sequence[int | None], made: Any) -> None:
+    """Puts what an operation gave, which may be in lists, into its places."""
+    if not isinstance(made, (list, tuple)):
+        made = (made,)
+    flat = [part for value in made for part in (value if isinstance(value, (list, tuple)) else (value,))]
+    for number, value in zip(outs, flat, strict=True):
+        if number is not None:
+            values[number] = value
+
+
+def _check(program: Program, values: Sequence[Any]) -> None:
+    """Compares what was guessed, as far as it is known, all with one copy from the device."""
+    guards = [guard for guard in program.guards if values[guard.value] is not None]
+    if not guards:
+        return
+    flat = [values[guard.value].reshape(-1).view(torch.uint8) for guard in guards]
+    found, begin = bytes_of(torch.cat([part.to(flat[0].device) for part in flat])), 0
+    right: dict[Asked, Guess] = {}
+    for guard, part in zip(guards, flat, strict=True):
+        value = found[begin : begin + len(part)]
+        begin += len(part)
+        right[guard.place] = bool(value[0]) if isinstance(guard.guess, bool) else value
+        if right[guard.place] != guard.guess:
+            raise GuardFailed(right)
+
+
+def _views(program: Program, volumes: Mapping[str, Source], device: torch.device, shared: bool) -> list[Tensor]:
+    """The views that the program takes; of shared volumes that are written to, views of a copy."""
+    found: list[Any] = []
+    written: dict[str, list[int]] = {}
+    for view in program.views:
+        if 0 in view.size:
+            dtype = program.forms[view.name][0]
+            found.append(torch.empty_strided(view.size, view.stride, dtype=dtype, device=device))
+            continue
+        if shared and view.name in program.copied:
+            written.setdefault(view.name, []).append(len(found))
+        found.append(volumes[view.name].view(view.size, view.stride, view.offset))
+    for numbers in written.values():
+        for number, copy in zip(numbers, _copied([found[number] for number in numbers]), strict=True):
+            found[number] = copy
+    return found
+
+
+def _copied(views: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a copy of the memory that these lie in, which share what they shared."""
+    line = max(1, 64 // views[0].element_size())  # the copies are aligned as the views were
+    begin = min(view.storage_offset() for view in views) // line * line
+    end = max(
+        view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
+        for view in views
+    )
+    flat = views[0].as_strided((end - begin,), (1,), begin).clone()
+    return [flat.as_strided(view.shape, view.stride(), view.storage_offset() - begin) for view in views]
+
+
+def _constants(program: Program, device: torch.device) -> list[Tensor]:
+    """The constants. Those for the device get there by one copy."""
+    if not program.constants:
+        return []
+    here = torch.frombuffer(bytearray(program.packed) or bytearray(1), dtype=torch.uint8)
+    there = here
+    if program.uploaded and device.type == "cuda":
+        # Not page-locked: the driver takes so few bytes at once, and page-locking them takes longer.
+        there = here[: program.uploaded].to(device, non_blocking=True)
+    return [_constant(constant, there if constant.on_target else here) for constant in program.constants]
+
+
+def _constant(constant: Constant, memory: Tensor) -> Tensor:
+    size = 1 + sum((n - 1) * s for n, s in zip(constant.size, constant.stride, strict=True))
+    if 0 in constant.size:
+        return torch.empty_strided(constant.size, constant.stride, dtype=constant.dtype, device=memory.device)
+    part = memory[constant.offset : constant.offset + size * constant.dtype.itemsize].view(constant.dtype)
+    return part.as_strided(constant.size, constant.stride)
+
+
+@cache
+def _op(name: str) -> Callable[..., Any]:
+    """An operation of torch by its name."""
+    qualified, _, overload = name.rpartition(".")
+    space, _, short = qualified.partition("::")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), short), overload)._op
+    return found

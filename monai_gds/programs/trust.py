@@ -1,0 +1,134 @@
+"""Which programs are trusted. Nothing proves that a program is what transforms do on voxels, so it is tried.
+
+The operations of a transform are its form. A program with a form that was not met before is also run eagerly, and the
+two results are compared bit for bit, with their metadata. If they differ, recording ends before the first transform
+that makes them differ, from then on. Used by the loader's process; the items are made by the dataset.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from monai.transforms.utils import reset_ops_id
+
+from monai_gds import limits
+from monai_gds.errors import CacheWarning
+from monai_gds.programs.program import Program
+from monai_gds.programs.recorder import Refusal
+
+
+class Trust:
+    """What is known of the programs of one pipeline.
+
+    Args:
+        checks_all: whether every program is compared, not only those of new forms.
+
+    Attributes:
+        most: how many transforms to record; None: all.
+        guesses: what bools that transforms ask for were found to be.
+    """
+
+    def __init__(self, checks_all: bool = False) -> None:
+        self._checks_all = checks_all
+        self._met: set[tuple[int, str]] = set()
+        self._refusals: Counter[int] = Counter()  # by transform, since it was recorded last
+        self.most: int | None = None
+        self.guesses: dict[tuple[int, int], bool] = {}
+
+    def note(self, program: Program | None, refused: Refusal | None) -> None:
+        """Notes how far an item was recorded.
+
+        A transform that is refused a few times running is not recorded any more, since an item is recorded twice for
+        it. One that is refused now and then, such as with a probability, is.
+        """
+        done = 0 if program is None else program.done
+        for step in [step for step in self._refusals if step < done]:
+            del self._refusals[step]
+        if refused is not None and refused.step != self.most:
+            self._refusals[refused.step] += 1
+            if self._refusals[refused.step] == limits.REFUSALS:
+                self.most = refused.step
+
+    def covers(self, done: int) -> bool:
+        """Whether a program of this many transforms may be replayed."""
+        return self.most is None or done <= self.most
+
+    def is_due(self, program: Program) -> bool:
+        """Whether a program is to be compared with an eager run."""
+        new = not self._met.issuperset(enumerate(program.form))
+        return self._checks_all or (new and len(self._met) < limits.CHECKED_FORMS)
+
+    def compared(
+        self, item: Any, program: Program, steps: Sequence[Any], eagerly: Callable[[int], Any],
+        again: Callable[[int], Any],
+    ) -> Any:  # fmt: skip
+        """The item if it is what the eager run gives; else the item of that run, with a warning.
+
+        Args:
+            item: what the program gave.
+            program: it.
+            steps: the random transforms.
+            eagerly: makes the item after a number of transforms, eagerly.
+            again: makes it by a program of only so many.
+        """
+        expected = eagerly(program.done)
+        if same(item, expected):
+            self._met.update(enumerate(program.form))
+            return item
+        self.most = next((n for n in range(program.done) if not same(again(n + 1), eagerly(n + 1))), 0)
+        name = type(steps[self.most]).__name__
+        warnings.warn(
+            f"{name} gives other values by its program than by itself, so it and what comes after it are run on the "
+            "voxels in the loader's thread from now on. Batches are right. Please report the transform",
+            CacheWarning,
+            stacklevel=8,
+        )
+        return expected
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two items are equal bit for bit: types, dtypes, shapes, devices, values and metadata."""
+    for item in (a, b):
+        reset_ops_id(item)
+    return _same(a, b)
+
+
+def _same(a: Any, b: Any) -> bool:
+    equal: bool
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return _same_tensors(a, b) and _same(_attributes(a), _attributes(b))
+    if isinstance(a, np.ndarray):
+        equal = a.dtype == b.dtype and a.shape == b.shape and (a.dtype.hasobject or a.tobytes() == b.tobytes())
+        return equal
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    return bool(a == b) or _has_no_equality(a)
+
+
+def _has_no_equality(value: Any) -> bool:
+    """Whether a value equals only itself, so that of two nothing is known."""
+    return type(value).__eq__ == object.__eq__  # type: ignore[comparison-overlap]
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        if (a.dtype, a.shape, a.device, a.requires_grad) != (b.dtype, b.shape, b.device, b.requires_grad):
+            return False
+        one, other = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+        equal: bool = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        return equal
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: value for name, value in vars(tensor).items() if name != "_is_batch"}
