@@ -34,7 +34,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Report]]:
 
 
 def _row(row: dict[str, Any]) -> Row:
-    return Row(row["name"], tuple(row["samples"]), row["reason"], row["notes"])
+    figures = {heading: tuple(found["samples"]) for heading, found in row.get("figures", {}).items()}
+    return Row(row["name"], tuple(row["samples"]), row["reason"], row["notes"], figures)
 
 
 class Benchmark(SphinxDirective):

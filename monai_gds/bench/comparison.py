@@ -13,8 +13,9 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -132,14 +133,12 @@ class Entrant:
         Raises StorageError if the number of batches is wrong.
         """
         seen = 0
-        with warnings.catch_warnings(action="ignore"):
-            loader = self.competitor.loader(self.dataset, batch_size=comparison.batch_size)
-            found: Any = iter(loader)  # an iterator of torch's own loader ends with its workers
-            with closing(found) if hasattr(found, "close") else nullcontext(found) as batches:
-                for batch in batches:
-                    parts = batch if isinstance(batch, (list, tuple)) else [batch]
-                    yield (part[key] for part in parts for key in comparison.keys)
-                    seen += 1
+        loader = partial(self.competitor.loader, self.dataset, batch_size=comparison.batch_size)
+        with warnings.catch_warnings(action="ignore"), batches_of(loader()) as batches:
+            for batch in batches:
+                parts = batch if isinstance(batch, (list, tuple)) else [batch]
+                yield (part[key] for part in parts for key in comparison.keys)
+                seen += 1
         if seen != comparison.batches:
             raise StorageError(f"{self.name} gave {seen} batches instead of {comparison.batches}")
 
@@ -151,6 +150,12 @@ class Entrant:
     def files(self) -> list[Path]:
         """The files of its cache."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
+
+
+def batches_of(loader: Iterable[Any]) -> AbstractContextManager[Iterator[Any]]:
+    """The batches of an epoch, for a ``with`` block that ends the loader's thread."""
+    found: Any = iter(loader)  # an iterator of torch's own loader ends with its workers
+    return closing(found) if hasattr(found, "close") else nullcontext(found)
 
 
 def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entrant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,13 +68,17 @@ def write_volumes(folder: str | Path, count: int, size: Sequence[int]) -> list[d
     affine = np.diag([1.5, 1.5, 2.0, 1.0])
     for name in ("imagesTr", "labelsTr"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for i in range(count):
+
+    def write(i: int) -> None:
         paths = [folder / name / f"case_{i:03d}.nii.gz" for name in ("imagesTr", "labelsTr")]
         if not all(path.exists() for path in paths):
             for path, volume in zip(paths, ct_like(size, seed=i), strict=True):
                 part = path.with_name(f".{path.name}.part.nii.gz")
                 nibabel.save(nibabel.Nifti1Image(volume, affine), part)
                 part.rename(path)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # each takes a few times the volume's memory
+        list(pool.map(write, range(count)))
     return find_pairs(folder)[:count]
 
 

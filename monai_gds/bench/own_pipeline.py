@@ -28,7 +28,7 @@ def profile(
     batch_size: int,
     num_workers: int,
     epochs: int,
-    transforms_on: Literal["workers"] | None = None,
+    programs: Literal["auto", "check", "off"] = "auto",
 ) -> tuple[list[Stats], Answer]:
     """Measures epochs through ``GDSDataLoader``, each until all its items are saved, and then the drive.
 
@@ -37,7 +37,7 @@ def profile(
     Returns:
         The statistics of each epoch, and the drive's speed (:func:`monai_gds.doctor.probes.speed`).
     """
-    loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, transforms_on=transforms_on, stats=True)
+    loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, programs=programs, stats=True)
     found = []
     for _ in range(epochs):
         for batch in loader:

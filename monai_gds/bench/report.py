@@ -39,6 +39,7 @@ class Row:
     samples: tuple[float, ...] = ()  # one figure per repetition, in the report's unit; empty if it could not run
     reason: str = ""  # why it could not run, with the remedy
     notes: Mapping[str, str] = field(default_factory=dict)  # further columns, as text by heading
+    figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # and as samples, by heading with the unit
 
     @property
     def median(self) -> float | None:
@@ -51,7 +52,7 @@ class Report:
     """One table."""
 
     title: str  # the question it answers
-    unit: str  # of every sample, GB/s for instance; a rate, so more is better
+    unit: str  # of every sample, GB/s for instance; of a rate, more is better
     rows: Sequence[Row]  # the competitors, in the order of the table
     reference: str | None = None  # the name of the row that the others are compared with
     ceilings: Sequence[Row] = ()  # what the machine allows: at the end of the table, lines in the plot
@@ -74,13 +75,11 @@ class Report:
     def _row_as_dict(self, row: Row) -> dict[str, Any]:
         return {
             "name": row.name,
-            "median": row.median,
-            "lowest": min(row.samples, default=None),
-            "highest": max(row.samples, default=None),
+            **_summary(row.samples),
             "ratio": self.ratio(row),
-            "samples": list(row.samples),
             "reason": row.reason,
             "notes": dict(row.notes),
+            "figures": {heading: _summary(samples) for heading, samples in row.figures.items()},
         }
 
     def table(self) -> Table:
@@ -104,17 +103,32 @@ class Report:
         return ["", *figures, *self._headings()]
 
     def _headings(self) -> list[str]:
-        return list(dict.fromkeys(heading for row in self.rows for heading in row.notes))
+        rows = (*self.rows, *self.ceilings)
+        return list(dict.fromkeys(heading for row in rows for heading in (*row.figures, *row.notes)))
 
     def cells(self, row: Row) -> list[str]:
         """A row of the table, one text per column of :meth:`titles`."""
         figures = ["", ""]
         if row.median is not None:
-            figures = [_figure(row.median), f"{_figure(min(row.samples))} to {_figure(max(row.samples))}"]
+            figures = [_figure(row.median), _spread(row.samples)]
         if self.reference is not None:
             ratio = self.ratio(row)
             figures.append("" if ratio is None else f"{ratio:.2f}")
-        return [row.name, *figures, *(row.notes.get(heading, "") for heading in self._headings())]
+        others = {
+            heading: f"{_figure(statistics.median(s))} ({_spread(s)})" if len(s) > 1 else _figure(*s)
+            for heading, s in row.figures.items()
+        } | dict(row.notes)
+        return [row.name, *figures, *(others.get(heading, "") for heading in self._headings())]
+
+
+def _summary(samples: Sequence[float]) -> dict[str, Any]:
+    median = statistics.median(samples) if samples else None
+    lowest, highest = min(samples, default=None), max(samples, default=None)
+    return {"median": median, "lowest": lowest, "highest": highest, "samples": list(samples)}
+
+
+def _spread(samples: Sequence[float]) -> str:
+    return f"{_figure(min(samples))} to {_figure(max(samples))}"
 
 
 def _figure(value: float) -> str:
@@ -137,12 +151,12 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: Mapping[str, Any]) -> None:
+def emit(reports: Sequence[Report], *, as_json: bool | Path, plot: Path | None, about: Mapping[str, Any]) -> None:
     """Prints the reports to standard output, and draws them if ``plot`` is given.
 
     Args:
         reports: the tables.
-        as_json: print one JSON object, ``{"about": …, "reports": […]}``, instead of tables.
+        as_json: print one JSON object, ``{"about": …, "reports": […]}``, instead of tables; into a file, beside them.
         plot: a file for the bar chart; its suffix decides the format.
         about: :func:`machine` and the benchmark's own settings.
 
@@ -151,8 +165,11 @@ def emit(reports: Sequence[Report], *, as_json: bool, plot: Path | None, about: 
     """
     if plot is not None:
         draw(reports, caption=str(about["date"])).savefig(plot, dpi=150)
-    if as_json:
-        print(json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2))
+    found = json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2)
+    if isinstance(as_json, Path):
+        as_json.write_text(f"{found}\n")
+    if as_json is True:
+        print(found)
     else:
         for report in reports:
             show(report.table())

@@ -12,10 +12,12 @@ from monai_gds.base.console import progress
 from monai_gds.command import options
 from monai_gds.command.bench_loaders import loaders
 from monai_gds.command.bench_tensor import app as tensor_app
+from monai_gds.command.bench_training import training
 from monai_gds.command.options import DatasetArguments, JsonOption, PlotOption, dataset_from
 
 app = options.app("Measure this machine and your pipeline.", "bench dataset --function training:make_dataset")
 app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")(loaders)
+app.command("training", epilog="Example: monai-gds bench training --heavy --json heavy.json")(training)
 app.add_typer(tensor_app, name="tensor")
 
 

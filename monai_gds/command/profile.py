@@ -19,9 +19,9 @@ def profile(
     arguments: DatasetArguments = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Items in a batch.")] = 1,
     num_workers: Annotated[int, typer.Option(min=0, help="As for GDSDataLoader.")] = 0,
-    transforms_on: Annotated[
-        Literal["workers"] | None, typer.Option(help="As for GDSDataLoader; with --num-workers.")
-    ] = None,
+    programs: Annotated[
+        Literal["auto", "check", "off"], typer.Option(help="As for GDSDataLoader; with --num-workers.")
+    ] = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="Epochs, one after the other.")] = 3,
     as_json: JsonOption = False,
 ) -> None:
@@ -33,14 +33,12 @@ def profile(
     measures the same beside your training. The last line is the drive's speed,
     measured with a file in the cache directory, as `doctor --measure` does.
     """
-    if transforms_on and not num_workers:
-        raise typer.BadParameter("needs workers: give --num-workers too", param_hint="--transforms-on")
     dataset = dataset_from(function, arguments or [])
     from monai_gds.bench.own_pipeline import profile as measure
     from monai_gds.doctor.findings import speed
 
     with stdout.status("running epochs…"):
-        stats, drive = measure(dataset, batch_size, num_workers, epochs, transforms_on)
+        stats, drive = measure(dataset, batch_size, num_workers, epochs, programs)
     if as_json:
         say_lines([json.dumps({"epochs": [one.as_dict() for one in stats], "limits": dict(drive.values)})])
         return

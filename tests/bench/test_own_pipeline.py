@@ -66,11 +66,16 @@ def test_epochs_as_json(module: str) -> None:
 
 
 def test_random_transforms_in_workers(module: str) -> None:
-    done = run("profile", module, "--json", "--num-workers", "1", "--transforms-on", "workers")
+    done = run("profile", module, "--json", "--num-workers", "1")
     (*_, epoch) = json.loads(done.stdout)["epochs"]
     assert epoch["stages"]["waiting for workers"] > 0 and epoch["random_transforms"]["RandOwn"] > 0
-    done = run("profile", module, "--transforms-on", "workers")
-    assert done.exit_code == 2 and "give --num-workers too" in done.output
+    assert "replay" not in epoch["random_transforms"]
+
+
+def test_programs_of_random_transforms(module: str) -> None:
+    done = run("profile", module, "--json", "--num-workers", "1", "--programs", "check", "--epochs", "1")
+    (epoch,) = json.loads(done.stdout)["epochs"]
+    assert epoch["random_transforms"]["replay"] > 0
 
 
 def test_without_a_cache_there_is_no_drive_to_measure(module: str) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,24 @@ def test_a_reason_of_one_table_alone_names_it() -> None:
 def test_the_backend_is_named_where_the_row_does_not() -> None:
     reason = "backend='kvikio' does not work here: it serves CUDA targets only"
     assert f"\nGDSDataset: {reason}\n" in text_of(Report("t", "GB/s", [Row("GDSDataset", reason=reason), *ROWS]))
+
+
+def test_figures_become_columns_with_their_ranges() -> None:
+    figures = {"wait, ms": (3.0, 1.0, 20.0), "first epoch, s": (5.0,)}
+    report = Report("t", "x", [Row("a", (1.0,), figures=figures), Row("b", (1.0,), notes={"wait, ms": "unknown"})])
+    text = text_of(report)
+    assert "wait, ms" in text and "first epoch, s" in text
+    assert [cell.strip() for cell in line_of(text, "│ a").split("│")][4:6] == ["3.00 (1.00 to 20.0)", "5.00"]
+    assert [cell.strip() for cell in line_of(text, "│ b").split("│")][4:6] == ["unknown", ""]
+    (row, _) = report.as_dict()["rows"]
+    assert row["figures"]["wait, ms"] == {"median": 3, "lowest": 1, "highest": 20, "samples": [3, 1, 20]}
+
+
+def test_json_into_a_file_comes_beside_the_tables(tmp_path: Path) -> None:
+    with redirect_stdout(io.StringIO()) as out:
+        emit([REPORT], as_json=tmp_path / "found.json", plot=None, about=ABOUT)
+    assert json.loads((tmp_path / "found.json").read_text())["about"] == ABOUT
+    assert "4.00 to 5.00" in line_of(out.getvalue(), "fast [x]")
 
 
 def test_notes_become_columns_and_the_machine_is_named() -> None:

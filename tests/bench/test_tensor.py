@@ -174,7 +174,7 @@ def test_a_file_that_another_process_changes_is_an_error_whichever_method_meets_
         load(file, CPU, Tensors([method]))
 
 
-@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", ["python", "posix", DEEPNVME])
 def test_no_partial_file_is_left_when_a_store_is_ended(tmp_path: Path, method: str, ends: int) -> None:
     found = available_backends("cpu").get(method, True)

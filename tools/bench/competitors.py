@@ -63,7 +63,7 @@ OURS_ZSTD_LOADER = "GDSDataset, zstd, GDSDataLoader"
 OURS_BITCOMP_LOADER = "GDSDataset, bitcomp, GDSDataLoader"
 OURS_KEPT_LOADER = "GDSDataset, lz4, device_bytes, GDSDataLoader"
 OURS_PINNED_LOADER = "GDSDataset, not compressed, pinned_bytes, GDSDataLoader"
-OURS_WORKERS = "GDSDataset, transforms_on='workers'"
+OURS_WORKERS = "GDSDataset, workers"
 MONAIS_ONE_THREAD = "monai GDSDataset"
 MONAIS = "monai GDSDataset, 16 thr."
 REFERENCE_WORKERS = "PersistentDataset, workers"
@@ -166,7 +166,7 @@ COMPETITORS: dict[str, Competitor] = {
     ),
     REFERENCE: MONAIS_DATASETS[REFERENCE],
     OURS_WORKERS: Competitor(
-        GDSDataset, partial(GDSDataLoader, num_workers=WORKERS, transforms_on="workers", prefetch_bytes=8 << 30)
+        GDSDataset, partial(GDSDataLoader, num_workers=WORKERS, programs="off", prefetch_bytes=8 << 30)
     ),
     REFERENCE_WORKERS: Competitor(
         MONAIS_DATASETS[REFERENCE].make, partial(DataLoader, num_workers=WORKERS, persistent_workers=True)
