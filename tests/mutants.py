@@ -66,6 +66,7 @@ def parse(text: str) -> Iterator[Mutant]:
 def copied_tree() -> Iterator[Path]:
     """A copy of this tree, without what is built in it."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        os.chmod(folder, 0o755)  # some tests go on as another user, who reads the code here
         ignored = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
         yield shutil.copytree(ROOT, Path(folder, "tree"), ignore=ignored)
 

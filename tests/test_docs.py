@@ -206,6 +206,19 @@ def test_lightning(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     assert names["trainer"].global_step == 4  # two items, two epochs
 
 
+def test_augment(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = examples(DOCS / "howto/augment.md")
+    run(code, tmp_path, items=volumes)
+    assert len(capsys.readouterr().out.splitlines()) == len(volumes)
+
+
+def test_programs(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = examples(DOCS / "explanation/programs.md")
+    with monai_gds.GDSDataset(volumes, transform_of(tmp_path), tmp_path / "cache", "cpu") as dataset:
+        run(code, tmp_path, dataset=dataset)
+    assert "item 0 is a hit" in capsys.readouterr().out
+
+
 def test_resume(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = examples(DOCS / "howto/resume.md")
     transform = transform_of(tmp_path)
@@ -224,7 +237,7 @@ def test_ddp(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # A file for each rank: in one pipe their lines may be mixed up.
     command = [*run, "--redirects", "3", "--log-dir", str(tmp_path / "logs"), "train.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -94,7 +94,7 @@ def two_hosts() -> Iterator[list[str]]:
 @pytest.mark.long
 def test_two_nodes_fill_one_cache_and_keep_copies_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "gds0", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "gds0"}
     far, drives = tmp_path / "far", [tmp_path / "drive0", tmp_path / "drive1"]
     with two_hosts() as hosts:
         nodes = [

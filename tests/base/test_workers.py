@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class Odd(Exception):
 
     def __init__(self, a: str, b: str) -> None:
         super().__init__(a + b)
+
+
+#: Spawned workers differ from those of a fork server in how they start. Each imports torch.
+CONTEXTS = ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
 
 
 def process(_: Any) -> int:
@@ -89,6 +93,25 @@ def test_runs_in_other_processes(context: str | None) -> None:
     assert all(gone(pid, 5) for pid in pids)
 
 
+def summed(n: int) -> float:
+    return float(torch.ones(n).sum())
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch has computed here on two threads, which no forked child has."""
+    torch.set_num_threads(2)
+    assert summed(1 << 20) == 1 << 20
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_forked_workers_compute_though_their_parent_has_threads_of_openmp() -> None:
+    with Workers(summed, 1, "fork") as workers:
+        assert workers.submit(1 << 20).result(timeout=20) == 1 << 20
+
+
 def test_forks_elsewhere_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with Workers(process, 1) as workers:
@@ -100,7 +123,7 @@ def parent_and(name: str) -> tuple[int, str | None]:
     return os.getppid(), os.environ.get(name)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch, context: str) -> None:
     for value in ("1", "2"):  # the fork server keeps running
         monkeypatch.setenv("MONAI_GDS_TEST", value)
@@ -231,7 +254,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
             assert done.stdout.startswith(kind), done.stderr
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> None:
     with Workers(fail, 1, context) as workers:
         error = workers.submit("missing").exception()
@@ -299,7 +322,7 @@ def test_ctrl_c_while_workers_are_forked_is_not_lost(times: int) -> None:
     assert printed_by(WHILE_FORKING.format(struck=[int(signal.SIGINT)] * times)) == "interrupted []"
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
     with Workers(die, 2, context) as workers:
         futures = [workers.submit(i) for i in range(20)]
@@ -405,7 +428,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_workers_end_with_their_parent(tmp_path: Path, context: str) -> None:
     (script := tmp_path / "script.py").write_text(END_WITH_PARENT)
     (pids := tmp_path / "pids").mkdir()

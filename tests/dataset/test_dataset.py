@@ -1009,8 +1009,6 @@ def test_thread_data_loader(make: Make, volumes: Any, use_thread_workers: bool) 
                                   use_thread_workers=use_thread_workers)  # fmt: skip
         assert sorted(batch["name"][0] for batch in loader) == [v["name"] for v in volumes]
     assert Count.calls == len(volumes)
-    # Such a worker has torch compute on one thread, in its own thread and in all that start after it.
-    torch.set_num_threads(torch.get_num_threads())
 
 
 def test_several_processes_fill_one_cache(make: Make, cache_dir: Path, volumes: Any) -> None:

@@ -146,7 +146,7 @@ def test_workers_of_a_loader(tmp_path: Path, context: str) -> None:
         assert type(item["image"]) is torch.Tensor
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 1, "transforms_on": "workers"}], ids=["thread", "workers"])
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["thread", "workers"])
 def test_our_loader(tmp_path: Path, settings: dict[str, Any]) -> None:
     mine = dataset(tmp_path)
     set_track_meta(False)

@@ -150,7 +150,7 @@ def test_what_default_workers_cannot_compute_is_computed_here(
 
 @pytest.mark.parametrize(
     ("workers", "cuda", "elsewhere"),
-    [(0, False, False), (2, False, True), (2, True, True)],
+    [(0, False, False), (2, False, True), pytest.param(2, True, True, marks=pytest.mark.long)],
     ids=["here", "fork", "spawn"],
 )
 def test_fills_what_is_missing_and_nothing_twice(

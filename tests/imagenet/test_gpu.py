@@ -152,30 +152,30 @@ def test_augmented_on_the_gpu(folder: Path, packed: Path) -> None:
         assert all(b["image"].is_cuda and b["image"].dtype == torch.float32 for b in batches)
 
 
+def luma(batches: Any) -> torch.Tensor:
+    """The brightness of images. Decoders agree on it, while they scale subsampled colours up in different ways."""
+    images = torch.cat([batch["image"] for batch in batches]).cpu().float()
+    return images @ torch.tensor([0.299, 0.587, 0.114])
+
+
 @pytest.mark.parametrize("load", [0.0, 0.9])
 def test_crops_on_the_gpu_are_those_of_the_cpu(folder: Path, packed: Path, load: float) -> None:
-    """Windows and flips are the same, and again after the pipeline is built anew; decoders differ by a few units."""
+    """Windows and flips are the same, and again after the pipeline is built anew."""
     arguments: dict[str, Any] = {"crop": (16, 24), "flip": True, "seed": 3, "decoder": {"hw_decoder_load": load}}
     ours = dataset(folder, packed, "posix", **arguments)
     for _ in range(2):
         ours.set_epoch(2)
-        found = torch.cat([batch["image"] for batch in ours]).cpu().int()
+        found = luma(ours)
         ours.close()
         on_cpu = ImageNetDataset(folder, 4, "posix", "cpu", crop=(16, 24), flip=True, seed=3)
         on_cpu.set_epoch(2)
-        expected = torch.cat([batch["image"] for batch in on_cpu]).int()
-        assert (found - expected).abs().float().mean() < 3
+        assert (found - luma(on_cpu)).abs().mean() < 3
 
 
 def test_the_middle_on_the_gpu_is_that_of_the_cpu(folder: Path, packed: Path) -> None:
-    found, expected = (
-        torch.cat([batch["image"] for batch in one]).cpu().int()
-        for one in (
-            dataset(folder, packed, "posix", crop=(24, 24), training=False),
-            ImageNetDataset(folder, 4, "posix", "cpu", crop=(24, 24), training=False),
-        )
-    )
-    assert (found - expected).abs().float().mean() < 3
+    ours = dataset(folder, packed, "posix", crop=(24, 24), training=False)
+    on_cpu = ImageNetDataset(folder, 4, "posix", "cpu", crop=(24, 24), training=False)
+    assert (luma(ours) - luma(on_cpu)).abs().mean() < 3
 
 
 def test_files_that_are_no_images_are_skipped_in_large_batches(tmp_path: Path) -> None:

@@ -26,15 +26,13 @@ from monai.data import DataLoader, Dataset, PersistentDataset, ThreadDataLoader
 from monai.utils import set_determinism
 from torch.utils.data import ConcatDataset, DistributedSampler, RandomSampler, Subset, WeightedRandomSampler
 
-from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
-from monai_gds.base.process import Owner
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
+from monai_gds.dataset.programmed import draw
 from monai_gds.dataset.session import Begun, Session
 from monai_gds.folder.writer import process_writer
 from monai_gds.loader import ahead as read_ahead
 from monai_gds.loader import data_loader, hand_over, resume
-from monai_gds.loader.ahead import CacheWorkers
 from monai_gds.loader.hand_over import HandOver
-from monai_gds.pipeline.loops import Loop
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.fresh import Interpreter, printed_by
 from tests.interrupts import interrupted
@@ -104,7 +102,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("prefetch", [1, 2, None])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=pytest.mark.long), None])
 def test_batches_are_those_of_thread_data_loader(make: Make, settings: dict[str, Any], prefetch: int | None) -> None:
     dataset = make(*augment())
     expected = two_epochs(ThreadDataLoader, dataset, **settings)
@@ -210,13 +208,6 @@ def test_any_other_dataset_is_loaded_as_by_monai(make: Make, tmp_path: Path, vol
         assert names == [volume["name"] * 2 for volume in volumes]
 
 
-def test_workers_on_a_cpu_target_are_monais(make: Make) -> None:
-    settings = {"batch_size": 2, "num_workers": 2, "multiprocessing_context": "fork"}
-    dataset = make(*augment())
-    expected = two_epochs(DataLoader, dataset, **settings)
-    assert_same(two_epochs(GDSDataLoader, dataset, **settings), expected)
-
-
 class Pid(mt.Transform):  # type: ignore[misc]
     """Notes in which process it ran."""
 
@@ -231,21 +222,14 @@ class Pid(mt.Transform):  # type: ignore[misc]
         return {**data, "pid": os.getpid()}
 
 
-class ParentPid(mt.RandomizableTransform):  # type: ignore[misc]
-    def __call__(self, data: Any) -> Any:
-        return {**data, "parent": os.getpid()}
-
-
 def with_workers(dataset: GDSDataset, context: str = "fork", **settings: Any) -> Any:
     """The loop that workers and a CUDA target give, on the CPU."""
-    loader = GDSDataLoader(dataset, **settings)
-    workers, loops = CacheWorkers([dataset], 2, context), {dataset: Loop(dataset.session.runtime.loops)}
-    return data_loader.Epoch(loader, torch.device("cpu"), workers, None, None, loops)
+    return iter(GDSDataLoader(dataset, 2, programs="check", multiprocessing_context=context, **settings))
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_compute_what_is_not_cached_and_nothing_else(make: Make, context: str) -> None:
-    transform = mt.Compose([mt.LoadImaged(KEYS), Pid(), ParentPid()])
+    transform = mt.Compose([mt.LoadImaged(KEYS), Pid()])
     dataset = make(transform=transform)
     _ = dataset[1]
     dataset.flush()
@@ -253,18 +237,8 @@ def test_workers_compute_what_is_not_cached_and_nothing_else(make: Make, context
     pids = [pid for batch in batches for pid in batch["pid"].tolist()]
     assert pids[1] == os.getpid()
     assert os.getpid() not in [pids[0], *pids[2:]]
-    assert all(pid == os.getpid() for batch in batches for pid in batch["parent"].tolist())
     assert [name for batch in batches for name in batch["name"]] == [f"case {i}" for i in range(5)]
     assert_same(list(GDSDataLoader(dataset, batch_size=2)), batches)
-
-
-def test_a_hit_that_reads_nothing_is_not_given_to_a_worker(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = make(transform=mt.Compose([Pid()]))
-    dataset.populate(progress=False)
-    monkeypatch.setattr(Begun, "nbytes", 0)
-    monkeypatch.setattr(read_ahead, "Workers", None)
-    names = [name for batch in with_workers(dataset, batch_size=2) for name in batch["name"]]
-    assert names == [f"case {i}" for i in range(5)]
 
 
 @pytest.mark.parametrize("what", ["fail", "die"])
@@ -550,42 +524,6 @@ def test_a_loop_that_was_stopped_is_over(make: Make) -> None:
     assert found == [None]
 
 
-def test_a_loop_may_be_collected_while_its_thread_starts_workers() -> None:
-    """Which the collector may do in that very thread."""
-
-    class Collects:
-        @property
-        def session(self) -> Any:
-            return self
-
-        def for_worker(self) -> None:
-            gc.collect()  # as it may happen by itself, at any line
-            raise OSError("no processes today")
-
-        def tidy(self) -> None:
-            pass
-
-    part: Any = Collects()
-    workers = CacheWorkers([part], 1, None)
-    hand_over = HandOver(torch.device("cpu"), lambda finished: None)
-    loop: list[Any] = [type("Loop", (), {})()]
-    loop[0].me = loop[0]
-
-    def save() -> None:
-        with contextlib.suppress(OSError):
-            workers.save(part, 0)
-
-    thread = threading.Thread(target=save, daemon=True)
-    weakref.finalize(loop.pop(), data_loader._stop, Owner(), hand_over, thread, workers).atexit = False
-    gc.disable()
-    try:
-        thread.start()
-        thread.join(20)
-    finally:
-        gc.enable()
-    assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("name", ["monai-gds-kvikio", "anything"])
 def test_a_loop_may_be_collected_in_a_thread_for_which_it_waits(make: Make, name: str) -> None:
     go_on = threading.Event()
@@ -799,7 +737,7 @@ def test_many_epochs_and_several_loops_at_once(make: Make) -> None:
         assert one["name"] == other["name"]
 
 
-@pytest.mark.parametrize("settings", [{"stats": True}, {"num_workers": 1, "transforms_on": "workers"}], ids=str)
+@pytest.mark.parametrize("settings", [{"stats": True}, {"num_workers": 1}], ids=str)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_copy_begins_loops_of_its_own(make: Make, settings: dict[str, Any], copied: Callable[[Any], Any]) -> None:
     """As one of torch's. It holds no worker, lock or pipe of the loop that ended, or of the one under way."""
@@ -815,7 +753,7 @@ def test_a_copy_begins_loops_of_its_own(make: Make, settings: dict[str, Any], co
     assert_same(list(loader), expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"stats": True}, {"num_workers": 1, "transforms_on": "workers"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"stats": True}, {"num_workers": 1}], ids=str)
 def test_a_loop_that_nobody_iterates_over_draws_nothing(make: Make, settings: dict[str, Any]) -> None:
     """Lightning begins one before that of each epoch for which it makes the loaders again."""
 
@@ -859,7 +797,7 @@ def test_a_loop_does_not_go_on_in_a_forked_child_but_a_new_one_does(make: Make) 
 
 
 def test_a_forked_child_that_drops_a_loop_leaves_it_to_its_parent(make: Make) -> None:
-    """Its locks may have been held by a thread that the child does not have, and its workers are not its own."""
+    """Its workers are not the child's own."""
 
     class Slow(Pid):
         def __call__(self, data: Any) -> Any:
@@ -874,22 +812,7 @@ def test_a_forked_child_that_drops_a_loop_leaves_it_to_its_parent(make: Make) ->
         gc.collect()
         return True
 
-    held, go_on = threading.Event(), threading.Event()
-    *_, workers = loops[0].stop.peek()[2]
-
-    def hold() -> None:
-        with workers._lock:
-            held.set()
-            go_on.wait(20)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(20)
-    started = time.monotonic()
     assert in_child(child)
-    go_on.set()
-    holder.join()
-    assert time.monotonic() - started < 15
     assert len(list(loops[0])) == 4, "its workers were not ended"
 
 
@@ -1071,4 +994,8 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
 
 def test_what_a_worker_cannot_save_is_left_to_the_loaders_process(tmp_path: Path) -> None:
     dataset = GDSDataset([{"x": 1}], mt.Compose([mt.Lambda(lambda d: {"odd": object()})]), tmp_path, device="cpu")
-    assert read_ahead._save([dataset.session.for_worker()], (0, 0)).how == "busy"
+    answer = draw(dataset.session.for_worker(loads="programs"), 0, (0, 0), torch.device("cpu"), None, {})
+    assert answer.saved.how == "busy" and answer.program is None
+    with pytest.warns(CacheWarning, match="computed in every epoch"):
+        (batch,) = GDSDataLoader(dataset, 1, programs="check", collate_fn=list)
+    assert set(batch[0]) == {"odd"}

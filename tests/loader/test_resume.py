@@ -314,7 +314,7 @@ def test_loops_that_are_monais_are_continued_too(num_workers: int, of_monai: boo
 
     whole = fresh(3)
     expected = [list(whole), list(whole)]
-    for taken in (0, 1, 3, len(expected[0])):
+    for taken in (0, 1, len(expected[0])):
         first = fresh(3)
         loop = iter(first)
         list(islice(loop, taken))
@@ -352,8 +352,13 @@ def test_a_loop_that_could_not_begin_does_not_lose_its_place(folder: Path) -> No
     begun = GDSDataLoader(dataset(folder), batch_size=1)
     batches = iter(begun)
     next(batches), next(batches)
+    lock = threading.Lock()  # which no pickle takes
     again = GDSDataLoader(
-        dataset(folder), num_workers=1, transforms_on="workers", batch_size=1, collate_fn=lambda items: items
+        dataset(folder),
+        num_workers=1,
+        multiprocessing_context="spawn",
+        batch_size=1,
+        collate_fn=lambda items: items.append(lock),
     )
     again.load_state_dict(begun.state_dict())
     with pytest.raises(ValueError, match="collate_fn"):

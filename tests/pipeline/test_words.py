@@ -17,7 +17,6 @@ from torch.utils.data import Subset
 
 from monai_gds import GDSDataLoader, GDSDataset, PopulateError
 from monai_gds.base.workers import Workers
-from monai_gds.loader.ahead import CacheWorkers
 from monai_gds.pipeline.words import naming
 from tests.fixtures_nifti import pipeline, write_volumes
 
@@ -134,13 +133,9 @@ def test_saving_names_it(broken: GDSDataset) -> None:
     assert raised(lambda: broken.session.save(2)).endswith(expected(broken))
 
 
-def test_a_worker_of_the_loader_names_it_too(broken: GDSDataset) -> None:
-    workers = CacheWorkers([broken], 1, None)
-    try:
-        text = raised(workers.save(broken, 2).result)
-    finally:
-        workers.close()
-    assert text.endswith(expected(broken))
+@pytest.mark.parametrize("programs", ["off", "check"])
+def test_a_worker_of_the_loader_names_it_too(broken: GDSDataset, programs: str) -> None:
+    assert raised(lambda: list(GDSDataLoader(broken, 1, programs=programs))).endswith(expected(broken))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -37,6 +37,9 @@ LONGER = 1.4 * STALE
 
 LONG = 30.0
 
+#: Seconds by which a clock may be off.
+WRONG = [pytest.param(-3600, marks=pytest.mark.long), 3600]
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +321,7 @@ def test_no_more_threads_means_a_lease_that_others_take_over(
 # Clocks and hosts
 
 
-@pytest.mark.parametrize("wrong", [-3600, 3600])
+@pytest.mark.parametrize("wrong", WRONG)
 def test_this_hosts_clock_does_not_matter(tmp_path: Path, other: Any, wrong: int) -> None:
     off = f"now, now_ns = time.time, time.time_ns; time.time = lambda: now() + {wrong}; "
     off += f"time.time_ns = lambda: now_ns() + {wrong} * 10**9"
@@ -335,7 +338,7 @@ def test_this_hosts_clock_does_not_matter(tmp_path: Path, other: Any, wrong: int
     assert process(f"leases.wait('{A}', {LONG})") == "True"
 
 
-@pytest.mark.parametrize("wrong", [-3600, 3600])
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_file_server_whose_clock_is_an_hour_off(tmp_path: Path, other: Any, wrong: int) -> None:
     dated = f"""
 class Dated:

@@ -242,13 +242,13 @@ def read_together(path: Path) -> None:
 
 def read_boxes(path: Path) -> None:
     """As crops are."""
-    (found,) = _opened(path, "first").start([str(digest_in(path.name))], lazily=True)
-    if found is None or not found.tiled:
+    (found,) = _opened(path, "first").start([str(digest_in(path.name))], "rest")
+    if found is None or not found.later:
         if found is not None:
             found.wait()
         return
     boxes = {}
-    for name, form in found.tiled.items():
+    for name, form in found.later.items():
         shape = (1, 1, 1, *form.shape)[-3:]
         boxes[name] = [tuple(slice(n // 2, n // 2 + 1) for n in shape)]
     volumes = found.read(boxes).wait()  # type: ignore[arg-type]

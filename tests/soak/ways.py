@@ -68,10 +68,10 @@ class Ways:
         return "".join(self._compare(None if pending is None else pending.wait()) for pending in found)
 
     def _in_boxes(self, cache: CacheDirectory, rng: random.Random) -> str:
-        found = cache.start([self.digest], lazily=True)[0]
-        if found is None or not found.tiled:
+        found = cache.start([self.digest], "rest")[0]
+        if found is None or not found.later:
             return self._compare(None if found is None else found.wait())
-        boxes = {name: [_box(form.shape, rng) for _ in range(2)] for name, form in found.tiled.items()}
+        boxes = {name: [_box(form.shape, rng) for _ in range(2)] for name, form in found.later.items()}
         volumes = found.read(boxes).wait()
         said = ""
         for name, volume in {} if volumes is None else volumes.items():
@@ -80,9 +80,9 @@ class Ways:
                 view = whole[(..., *box)]
                 if not torch.equal(volume.view(view.size(), view.stride(), view.storage_offset()), view):
                     said += f"box {box} of {name} differs; "
-        for name, runs in found.runs.items():
-            said += self._find(name, runs, rng)
-        whole = found.read({name: [whole_box(form.shape)] for name, form in found.tiled.items()}).wait()
+        for (name, _, threshold), runs in found.runs.items():
+            said += "" if threshold else self._find(name, runs, rng)
+        whole = found.read({name: [whole_box(form.shape)] for name, form in found.later.items()}).wait()
         if whole is None:
             return said
         return said + self._compare(found.wait(tensors={name: volume.whole() for name, volume in whole.items()}))

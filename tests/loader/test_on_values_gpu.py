@@ -1,4 +1,4 @@
-"""transforms_on="workers" on a CUDA device: what arrives, when, and what is left."""
+"""Batches that workers make on values, on a CUDA device: what arrives, when, and what is left."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def clean_up() -> Iterator[None]:
 
 
 def load(dataset: GDSDataset, num_workers: int = 2, **settings: Any) -> GDSDataLoader:
-    return GDSDataLoader(dataset, num_workers, transforms_on="workers", **settings)
+    return GDSDataLoader(dataset, num_workers, **{"programs": "off", **settings})
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -115,12 +115,9 @@ def test_arenas_are_page_locked_once(make: Make, monkeypatch: pytest.MonkeyPatch
     pinned: list[int] = []
     monkeypatch.setattr(shared_memory, "pin", lambda address, nbytes: (pinned.append(nbytes), pin(address, nbytes)))
     loader = load(make(), batch_size=2)
-    counts = []
-    for _ in range(5):
+    for _ in range(10):
         assert len(list(loader)) == COUNT // 2
-        counts.append(len(pinned))
-    assert 0 < counts[-1] <= 2 * 2 + 4
-    assert counts[-1] == counts[-3], counts
+    assert 0 < len(pinned) <= 2 * 2 + 5, "at most as many as there may be arenas"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         list(loader)
         torch.cuda.synchronize()
@@ -175,3 +172,24 @@ def test_leaving_half_way_frees_device_and_host(make: Make) -> None:
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
     assert not arenas()
+
+
+class RandCollects(mt.RandomizableTransform):
+    """Collects garbage, as may happen at any line."""
+
+    def __call__(self, data: Any) -> Any:
+        gc.collect()
+        return data
+
+
+def test_a_forked_worker_frees_no_tensor_of_the_device(make: Make) -> None:
+    """Garbage of this process waits for the collector, in memory that another stream has used, when it is forked."""
+    for _ in range(2):
+        for batch in GDSDataLoader(make(RandCollects()), batch_size=1):
+            circle: list[object] = [batch]
+            circle.append(circle)
+            del batch, circle
+        loader = GDSDataLoader(make(RandCollects()), 1, batch_size=1)
+        assert len(list(loader)) == COUNT
+        (crew,) = loader.idle
+        assert crew._generation == 0, "no worker was killed"
