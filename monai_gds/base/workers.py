@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -12,9 +13,10 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -96,7 +98,7 @@ class Workers(Generic[T]):
         # thread that writes to it does not notice that they were killed, and waiting for it would be for ever.
         self._executor._call_queue.cancel_join_thread()  # type: ignore[attr-defined]
         try:
-            with undisturbed():  # Python drops a Ctrl-C that strikes while it forks
+            with undisturbed(), _uncollected():  # Python drops a Ctrl-C that strikes while it forks
                 first = self._executor.submit(_problem_of_this_worker)  # starts all workers if forked from here
                 while len(self._processes()) < num_workers:  # else one, unless another is idle already
                     self._executor.submit(_problem_of_this_worker)
@@ -178,6 +180,18 @@ class Workers(Generic[T]):
         self.close()
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collects nothing within the block, also in processes that are forked in it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _close(workers: weakref.ref[Workers[Any]]) -> None:
     if (open_ones := workers()) is not None:
         open_ones.close()
@@ -243,6 +257,10 @@ def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
         os.environ.clear()
         os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What the parent leaves to be collected stays: freeing a tensor on a GPU would end a forked process. And the first
+    # collection would copy the parent's pages, which takes half a second.
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
     end_with_parent()
     print_past_bars()  # Lightning shows some of rich's

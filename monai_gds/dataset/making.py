@@ -116,11 +116,13 @@ class Saved(NamedTuple):
             form asked for; ``"left_out"``: it does not fit into the budget; ``"busy"``: another process computes it.
         name: of the item's key, if there is one.
         seconds: how long computing it took.
+        why: the reason it was left out, where this process found it.
     """
 
     how: Literal["cached", "computed", "converted", "left_out", "busy"]
     name: str = ""
     seconds: float = 0.0
+    why: str = ""
 
     def note(self) -> None:
         """Notes in this process how long a worker took to compute an item: leases wait accordingly."""
@@ -278,16 +280,18 @@ class RecordMaker(NamedTuple):
             seconds = time.perf_counter() - began
             if changed:
                 raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
-            return Saved(self._save(key, encoded), key.name, seconds)
+            why = self._save(key, encoded)
+            return Saved("left_out" if why else "computed", key.name, seconds, why)
 
-    def _save(self, key: Key, encoded: EncodedItem) -> Literal["computed", "left_out"]:
+    def _save(self, key: Key, encoded: EncodedItem) -> str:
+        """Saves an item. Returns why there is no room for it, if there is none."""
         try:
             self.cache.save(key, encoded)
-        except OverBudget:
-            return "left_out"
+        except OverBudget as e:
+            return str(e)
         except OSError as e:
             raise NotSaved(f"nothing more can be cached in {self.cache.path}: {with_advice(e)}") from e
-        return "computed"
+        return ""
 
     def _convert(self, key: Key) -> Literal["converted", "cached"] | None:
         try:

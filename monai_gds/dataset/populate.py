@@ -25,9 +25,9 @@ from monai_gds.dataset.engines import (
     in_words,
     path_of,
 )
-from monai_gds.dataset.job import compare_ranks
 from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
+from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.session import Session
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.pipeline.settings import of_process

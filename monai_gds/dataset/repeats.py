@@ -1,19 +1,48 @@
-"""Items that get one record after another in one process, and why: something that the run itself writes or sets.
+"""Items that are computed again and again, and why: within one process, and by the ranks of one job.
 
 An item that names a log, an output or a checkpoint of the run has another key in every epoch, as has a pipeline that is
-made again with the run's name or the time in it. No epoch hits, and records pile up. Used by the dataset.
+made again with the run's name or the time in it. No epoch hits, and records pile up. Likewise a rank in what the
+transforms hold gives each rank keys of its own, and each computes all items. So each process of a job notes in the
+cache directory which pipelines it uses, and then reads the notes of the other ranks:
+
+    <directory>/.index/<process>.<n>.ranks    [job, rank, what, pipeline] by lines (monai_gds.shared.notes)
+
+Nobody waits. Whoever comes later finds the notes of those before, and of ranks that come at the same time at least one
+finds the other's, since each writes before it reads. Two pipelines of the same transforms by name, over equally many
+items, are meant to be the same, unless the other rank has this one too: then it has both, as for two trainings.
+
+Notes of processes that have ended do not count: a job may be started again under its old name.
+Used by the dataset.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import operator
+import os
+import socket
 import warnings
 from typing import Any
 
+import torch.distributed as dist
+
 from monai_gds import limits
+from monai_gds.base.digest import digest_of
+from monai_gds.base.notices import Notice
+from monai_gds.dataset.settings import Settings
 from monai_gds.errors import CacheWarning
-from monai_gds.folder.explain import pipeline_differences, source_differences
-from monai_gds.keys.key import Key
+from monai_gds.folder.explain import pipeline_differences, source_differences, steps_of
+from monai_gds.folder.index import Index
+from monai_gds.keys.key import Key, Pipeline
+from monai_gds.shared.notes import Notes, line, lines_in, whole_lines
+
+#: What launchers tell a process of its place in a job, and of the job.
+_RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_JOB = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+)  # fmt: skip
 
 #: Differences that a warning names.
 NAMED = 3
@@ -63,3 +92,50 @@ def _warn(index: int, before: Key, now: Key) -> None:
         CacheWarning,
         stacklevel=8,
     )
+
+
+def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
+    """Notes that this rank uses a pipeline, and warns once if another rank of the job has another in its place.
+
+    Does nothing in a process that has no rank, or without a cache. ``items`` is how many items the dataset has.
+    """
+    known = dist.is_available() and dist.is_initialized()
+    rank = str(dist.get_rank()) if known else next((os.environ[name] for name in _RANK if name in os.environ), "")
+    folder, file_mode = settings.cache_dir, settings.file_mode
+    if not rank or not pipeline.digest or folder is None:
+        return
+    told = {name: os.environ[name] for name in _JOB if name in os.environ}
+    job = digest_of(told or [socket.gethostname(), os.getppid()])
+    description = pipeline.describe()
+    what, index = digest_of([items, *steps_of(description)]), Index(folder, file_mode)
+    notes = Notes(folder, "ranks", whole_lines, file_mode)
+    notes.tidy(lambda files: b"")  # none is needed any more
+    index.describe_pipeline(pipeline.digest, description)
+    notes.append(line(json.dumps([job, rank, what, pipeline.digest]).encode()))
+    others = _others(notes, job, what)
+    mine = others.pop(rank, set())
+    for other, theirs in others.items():
+        different = theirs - mine
+        if different and pipeline.digest not in theirs and Notice("ranks differ", os.fspath(folder), job).is_new():
+            before = min(different)
+            found = pipeline_differences(before, pipeline.digest, index.pipeline(before), description)
+            warnings.warn(
+                f"ranks {other} and {rank} of this job have different keys for the same transforms, so each computes "
+                f"every item for itself. What differs: {'; '.join(found[:NAMED])}. Leave what belongs to one rank or "
+                "run out of the transforms and the functions in them, or out of the key by __cache_key__",
+                CacheWarning,
+                stacklevel=6,
+            )
+
+
+def _others(notes: Notes, job: str, what: str) -> dict[str, set[str]]:
+    """The pipelines that stand for the same that the ranks of a job have, by rank."""
+    running, found = notes.running(), dict[str, set[str]]()
+    for name, block in notes.added().items():
+        for text in lines_in(block) if name in running else ():
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                entry: list[Any] = json.loads(text)
+                its_job, rank, its_what, pipeline = map(str, entry)
+                if (its_job, its_what) == (job, what) and rank.isdigit():
+                    found.setdefault(rank, set()).add(pipeline)
+    return found

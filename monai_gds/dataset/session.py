@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from monai.data import PersistentDataset, get_track_meta
@@ -25,8 +25,8 @@ from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.held import computing, in_words
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.job import compare_ranks
 from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, look
+from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import CacheWarning, NotSaved, UnsupportedType, WorkerDied
 from monai_gds.folder.budget import Budget
@@ -43,7 +43,7 @@ from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
 from monai_gds.programs.ghosts import drawn_ahead
-from monai_gds.programs.indices import takes_runs
+from monai_gds.programs.indices import lookup_of
 from monai_gds.records.compression import Compression
 from monai_gds.records.heads import Form
 from monai_gds.records.pending import PendingItem
@@ -303,8 +303,8 @@ class Session(NamedTuple):
         if settings.saves_in is not None:
             return settings.saves_in
         crops = drawn_ahead(self.split())
-        on_cuda, by_label = self.target().type == "cuda", any(map(takes_runs, crops))
-        return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), by_label)
+        on_cuda, lookups = self.target().type == "cuda", [found for found in map(lookup_of, crops) if found]
+        return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), lookups)
 
     def pipeline_digest(self) -> str:
         """Hex digits that identify the deterministic transforms and the settings of this process; empty without a hash.
@@ -331,23 +331,24 @@ class Session(NamedTuple):
         for folder in self.settings.folders:
             tidy(folder)
 
-    def for_worker(self, *, convert: bool = False, loads: bool = False) -> Session:
+    def for_worker(self, *, convert: bool = False, loads: Literal["values", "programs"] | None = None) -> Session:
         """The session of a copy of the dataset, for another process whose items come on the CPU.
 
         Args:
             convert: whether records in another form than the one asked for count as missing, and are converted.
-            loads: whether that process loads items too, up to the first transform that names a CUDA device. Otherwise
-                it only makes records.
+            loads: whether that process loads items too, up to the first transform that names a CUDA device, or records
+                programs, up to the first that holds something there. Otherwise it only makes records.
 
         Raises:
-            ValueError: items are to be loaded, and ``compression`` names a codec for GPUs.
+            ValueError: values are to be loaded, and ``compression`` names a codec for GPUs.
         """
         settings, view = self.settings, copy(self.dataset)
-        if loads:
+        if loads == "values":
             Compression.of(settings.compression, settings.options.tiles, False, crops=False)  # only to check
+        if loads is not None:
             split = self.split()
             steps = split.steps()
-            if (count := before_cuda(steps)) < len(steps):
+            if (count := before_cuda(steps, names_too=loads == "values")) < len(steps):
                 view.transform = split.first(count)
         view.settings = replace(
             settings.on_cpu(), saves_in=self.record_form(), converts=convert, asked_by=this_process()
@@ -426,10 +427,7 @@ class Begun:
         """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
         session, turn = self._session, self.turn
         try:
-            if self._arrived is None:
-                self.arrive()
-            assert self._arrived is not None, "the line above has set it"
-            (item, done), self._arrived = self._arrived, None
+            item, done = self.taken()
             with naming(self._index, self._item):
                 if turn is None:
                     return session.dataset._post_transform(item)
@@ -437,6 +435,14 @@ class Begun:
         finally:
             if turn is not None:
                 turn.queue.go_on()
+
+    def taken(self) -> tuple[Any, int]:
+        """The item as it arrived, and how many random transforms were run on it."""
+        if self._arrived is None:
+            self.arrive()
+        assert self._arrived is not None, "the line above has set it"
+        arrived, self._arrived = self._arrived, None
+        return arrived
 
     def finish(self) -> Any:
         """The item up to its random transforms. If it was not cached, it is computed here and saved."""

@@ -39,6 +39,8 @@ def describe(session: Session) -> str:
     ]
     if drawn := drawn_first(session):
         rows.append(("crops", drawn))
+    if eager := _on_values(session):
+        rows.append(("on values", eager))
     if session.caches:
         rows.append(("records", _records(session)))
         rows.append(("pipeline", _pipeline(session)))
@@ -97,7 +99,7 @@ def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
 
 
 def drawn_first(session: Session) -> str:
-    """Which random transforms are drawn before anything is read, and why others are not; empty if nothing crops."""
+    """Which random transforms are drawn before anything is read, or why none is; empty if nothing crops."""
     split = session.split()
     rest = split.steps()
     crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
@@ -106,8 +108,12 @@ def drawn_first(session: Session) -> str:
     if not drawn_ahead(split):
         name, why = next((name_of(step), why) for step in rest if (why := hazard(step)))
         return f"none is drawn before items are read: {name} comes first, and {why}"
-    notes = [f"{name} ran on values: {why}" for name, why in session.runtime.on_values.items()]
-    return "; ".join([f"{_names(drawn_ahead(split))} drawn before anything is read", *notes])
+    return f"{_names(drawn_ahead(split))} drawn before anything is read"
+
+
+def _on_values(session: Session) -> str:
+    """The random transforms that could not run without values, as far as items showed it, and why."""
+    return "; ".join(f"{name}: {why}" for name, why in session.runtime.on_values.items())
 
 
 def _arrays_read_whole(session: Session, index: int) -> list[str]:
@@ -168,6 +174,8 @@ def _hit(session: Session, index: int, key: Key) -> list[str]:
     lines = [f"item {index} is a hit: {path}{packed}"]
     if drawn := drawn_first(session):
         lines.append(f"  crops: {drawn}")
+    if eager := _on_values(session):
+        lines.append(f"  on values: {eager}")
     for name in _arrays_read_whole(session, index):
         lines.append(
             f"  {name!r} is an array, so it is read whole for every crop: end the cached part with EnsureTyped"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from itertools import chain, groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -17,68 +14,121 @@ from typing import Any, TypeVar
 import torch
 
 from monai_gds.base import stages
-from monai_gds.base.workers import Workers
+from monai_gds.base.stages import Watch
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.dataset.making import Saved
-from monai_gds.dataset.session import Begun, Session
-from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
+from monai_gds.dataset.programmed import Programmed, Seed
+from monai_gds.dataset.session import Begun
+from monai_gds.errors import CacheWarning
+from monai_gds.loader.crew import Crew, Drawn, Running
+from monai_gds.loader.worker import ItemTask
+from monai_gds.pipeline.split import Split
+from monai_gds.programs.trust import Trust
 
 T = TypeVar("T")
+
+#: Items that are begun for each that is finished, until as many are in flight as may be.
+_SOME = 2
 
 #: Seconds before each new try where a device has no memory left: reads that were given up fill theirs to the end.
 _PAUSES = (0.0, 0.1, 1.0)
 
 
-class CacheWorkers:
-    """Workers that compute and save the items of ``parts`` that are not cached. They start for the first such item."""
+class Programs:
+    """Where the items of one epoch get their programs: worker processes draw and record them.
 
-    def __init__(self, parts: Sequence[GDSDataset], num_workers: int, context: Any) -> None:
-        self._parts, self._num_workers, self._context = parts, num_workers, context
-        self._workers: Workers[Saved] | None = None
-        self._closed = False
-        self._lock = threading.RLock()  # reentrant: the collector may call close() inside save()
+    Args:
+        crew: the processes, which have begun this epoch.
+        loops: the datasets, in the order of the crew's work, with their pipelines. Their random halves are this loop's
+            own.
+        trusts: what is known of the programs of each.
+        watch: adds up what workers measure.
+        idle: where the processes are left for the next epoch.
+        foresee: returns the batches of the next epoch, as far as that can be told.
+    """
 
-    def save(self, dataset: GDSDataset, index: int) -> Future[Saved]:
-        """Lets a worker compute and save an item. The future raises the errors of transforms, and WorkerDied."""
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the loop was left")
-            if self._workers is None:
-                work = partial(_save, [part.session.for_worker() for part in self._parts])
-                self._workers = Workers(work, self._num_workers, self._context)
-            return self._workers.submit((self._parts.index(dataset), index))
+    def __init__(
+        self, crew: Crew, loops: Mapping[GDSDataset, Split], trusts: Sequence[Trust], watch: Watch | None,
+        idle: list[Crew], foresee: Callable[[], Iterable[Drawn]],
+    ) -> None:  # fmt: skip
+        self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
+        self._foresee = foresee
+        self._parts = list(loops)
+        #: How many items are drawn ahead of those that are read.
+        self.window = 2 * crew.order.num_workers
+
+    def order(self, dataset: GDSDataset, index: int, seed: Seed) -> Running:
+        """Has a worker draw an item, and compute and save it if it is not cached."""
+        return self._crew.take(self._task(dataset, index, seed))
+
+    def go_on(self) -> None:
+        """Has workers begin with the next epoch, since all of this one is ordered."""
+        places = (
+            (*place, (batch.seed, batch.first + i)) for batch in self._foresee() for i, place in enumerate(batch.places)
+        )
+        self._crew.go_on(self._task(*place) for place in islice(places, self.window))
+
+    def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
+        part = self._parts.index(dataset)
+        trust = self._trusts[part]
+        return ItemTask(part, index, seed, trust.most, dict(trust.guesses), self._watch is not None)
+
+    def begin(self, dataset: GDSDataset, index: int, seed: Seed, running: Running) -> Programmed:
+        """Begins to read what an item needs, once a worker has drawn it.
+
+        Raises:
+            LoopLeft: the loop was left meanwhile.
+            Exception: what the worker raised.
+        """
+        answer = self._crew.result(running, self._watch)
+        if answer is None:
+            raise LoopLeft
+        answer.saved.note()
+        trust = self._trusts[self._parts.index(dataset)]
+        session = dataset.session
+        trust.note(answer.program, answer.refused)
+        if answer.refused is not None:  # and not one that is not tried again
+            session.runtime.on_values.setdefault(answer.refused.name, answer.refused.why)
+        return Programmed(session, self._loops[dataset], index, answer, seed, trust)
+
+    def warm(self) -> None:
+        """Loads what the first items will need, while workers draw them."""
+        if not self._crew.is_warm:
+            self._crew.is_warm = True
+            for part in self._parts:
+                if (cache := part.session.cache()) is not None:
+                    cache.warm()
 
     def close(self) -> None:
-        """Ends the processes at once. Unfinished items are lost."""
-        with self._lock:
-            self._closed = True
-            if self._workers is None:
-                return
-            self._workers.close()
-            self._workers = None
-            for part in self._parts:
-                part.session.tidy()
+        """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
+        self._crew.leave()
+
+    def end(self, complete: bool) -> None:
+        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
+        if complete:
+            self._idle.append(self._crew)
+        else:
+            self._crew.close()
 
 
-def _save(parts: Sequence[Session], place: tuple[int, int]) -> Saved:
-    """Runs in a worker."""
-    part, index = place
-    try:
-        return parts[part].save(index)
-    except (NotSaved, FileChanged, UnsupportedType):  # then the loader's process computes it, and warns or raises
-        return Saved("busy")
+class LoopLeft(Exception):
+    """The loop was left while its thread waited for a worker. Nobody sees it."""
 
 
 class _Upcoming:
     """One item of a batch that is to come."""
 
-    __slots__ = ("begun", "dataset", "index", "nbytes", "saved")
+    __slots__ = ("begun", "dataset", "index", "nbytes", "running", "seed")
 
-    def __init__(self, dataset: GDSDataset, index: int) -> None:
-        self.dataset, self.index = dataset, index
-        self.begun: Begun | Exception | None = None  # what the dataset began, or its error
+    def __init__(self, dataset: GDSDataset, index: int, seed: Seed) -> None:
+        self.dataset, self.index, self.seed = dataset, index, seed
+        self.begun: Begun | Programmed | Exception | None = None  # what the dataset began, or its error
         self.nbytes = 0  # bytes that are counted for it
-        self.saved: Future[Saved] | None = None  # of its record, if a worker computes it
+        self.running: Running | None = None  # a worker's task, if one draws it
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it can be begun without waiting for a worker."""
+        return self.running is None or self.running.is_done
 
 
 class ReadAhead:
@@ -89,23 +139,28 @@ class ReadAhead:
     transforms are not run again.
 
     Args:
-        batches: the dataset and index of each item, batch by batch.
+        batches: the items, batch by batch.
         most_records: returns how many records may be in flight with batches of a given size.
         most_bytes: returns how many bytes may be in flight. Called once the size of a record is known.
-        workers: compute the items that are not cached; None: this thread does.
+        programs: where items get their programs; None: this thread draws, and computes what is not cached.
+
+    Attributes:
+        finished: records and bytes of the batches so far.
+        plain: whether the last batch has no tensors of the device but those in dicts and lists.
     """
 
     def __init__(
         self,
-        batches: Iterable[Sequence[tuple[GDSDataset, int]]],
+        batches: Iterable[Drawn],
         most_records: Callable[[int], int],
         most_bytes: Callable[[], int],
-        workers: CacheWorkers | None,
+        programs: Programs | None,
     ) -> None:
         self._batches = iter(batches)
         self._records_for, self._most_records = most_records, 1
         self._bytes_for, self._most_bytes = most_bytes, 0
-        self._workers = workers
+        self._programs = programs
+        self._all_ordered = self._complete = False
         self._limit = inf  # of records in flight, once a device had no memory for more
         self._current: deque[_Upcoming] = deque()  # the rest of the batch that is being finished
         self._drawn: deque[list[_Upcoming]] = deque()  # the batches after it
@@ -116,6 +171,7 @@ class ReadAhead:
         # needed: each is written by one thread.
         self._records = self._nbytes = 0
         self.finished = self._taken = 0, 0
+        self.plain = False
         self._last = 0  # size of the last record that has one
 
     def taken(self, finished: tuple[int, int]) -> None:
@@ -127,19 +183,25 @@ class ReadAhead:
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
+            self._complete = True
             return None
         items = []
+        plain = True
         records, nbytes = self.finished
         self._current.extend(self._drawn.popleft())
         while self._current:
-            begun = self.with_memory(self._arrived)
+            try:
+                begun = self.with_memory(self._arrived)
+            except LoopLeft:
+                return None
             upcoming = self._current.popleft()
             items.append(begun.end())
+            plain = plain and isinstance(begun, Programmed) and begun.plain
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
             del begun  # its item alone keeps the memory
             self._count_drawn()
-        self.finished = records + len(items), nbytes
+        self.finished, self.plain = (records + len(items), nbytes), plain
         return items
 
     def with_memory(self, work: Callable[[], T]) -> T:
@@ -157,9 +219,9 @@ class ReadAhead:
         return work()
 
     def end(self) -> None:
-        """Ends the workers: no more batches are asked for."""
-        if self._workers is not None:
-            self._workers.close()
+        """Ends what the loop needs: no more batches are asked for."""
+        if self._programs is not None:
+            self._programs.end(self._complete)
 
     def _give_up(self) -> None:
         """Drops items that are begun and not finished, which are begun again later, and lowers the limit."""
@@ -178,22 +240,21 @@ class ReadAhead:
         self._unsized = []
         self._waiting = deque(chain(self._current, *self._drawn))
 
-    def _arrived(self) -> Begun:
-        """The next item of the current batch, up to its random transforms. Waits for its worker, if one computes it."""
-        while (room := self._room()) and (self._waiting or self._draw()):
-            self._begin(min(room, len(self._waiting)))
+    def _arrived(self) -> Begun | Programmed:
+        """The next item of the current batch, up to its random transforms. Waits for its worker, if one draws it."""
+        if self._programs is None:
+            while (room := self._room()) and (self._waiting or self._draw()):
+                self._begin(min(room, len(self._waiting)))
+        else:
+            while len(self._waiting) < self._programs.window and self._draw():
+                pass
+            self._programs.warm()
+            # A few at a time, or the first batch, and the training with it, would wait for the reads of many others.
+            some = islice(self._waiting, min(self._room(), _SOME))
+            self._begin(sum(1 for _ in takewhile(attrgetter("is_drawn"), some)))
         upcoming = self._current[0]
         if upcoming.begun is None:  # even without room: the batch has to be completed
             self._begin(1)
-        if upcoming.saved is not None:
-            stages.enter("waiting for workers")
-            saved, upcoming.saved = upcoming.saved.result(), None
-            saved.note()
-            if saved.how == "computed":
-                stages.count("computed")
-                stages.count("hits", -1)  # it is read now
-            upcoming.begun = upcoming.dataset.session.begin([upcoming.index])[0]
-            self._count(0, upcoming.begun.nbytes, upcoming)
         begun = upcoming.begun
         if isinstance(begun, Exception):
             raise begun
@@ -235,7 +296,7 @@ class ReadAhead:
         first = [self._waiting.popleft() for _ in range(count)]
         for dataset, group in groupby(first, attrgetter("dataset")):
             together = list(group)
-            for upcoming, begun in zip(together, _begin_all(dataset, [u.index for u in together]), strict=True):
+            for upcoming, begun in zip(together, self._all_begun(dataset, together), strict=True):
                 upcoming.begun = begun
                 if isinstance(begun, Exception):
                     self._count(1, 0, upcoming)
@@ -243,8 +304,23 @@ class ReadAhead:
                 self._count(1, begun.nbytes, upcoming)
                 if begun.waits:
                     self._unsized.append(upcoming)
-                if self._workers is not None and not begun.cached and upcoming.saved is None:
-                    upcoming.saved = self._workers.save(dataset, upcoming.index)
+
+    def _all_begun(self, dataset: GDSDataset, items: Sequence[_Upcoming]) -> Sequence[Begun | Programmed | Exception]:
+        if self._programs is None:
+            return _begin_all(dataset, [upcoming.index for upcoming in items])
+        return [self._begun_by_program(self._programs, upcoming) for upcoming in items]
+
+    def _begun_by_program(self, programs: Programs, upcoming: _Upcoming) -> Programmed | Exception:
+        if upcoming.running is None:  # reads were given up, or it is drawn just now
+            upcoming.running = programs.order(upcoming.dataset, upcoming.index, upcoming.seed)
+        try:
+            return programs.begin(upcoming.dataset, upcoming.index, upcoming.seed, upcoming.running)
+        except LoopLeft:
+            raise
+        except Exception as e:
+            if _is_of_memory(e):
+                _drop_frames(e)
+            return e
 
     def _draw(self) -> bool:
         """Draws a batch; False if there is none, or if that failed."""
@@ -255,8 +331,14 @@ class ReadAhead:
             self._error = e
             return False
         if batch is None:
+            if self._programs is not None and not self._all_ordered:
+                self._all_ordered = True
+                self._programs.go_on()
             return False
-        drawn = [_Upcoming(dataset, index) for dataset, index in batch]
+        drawn = [_Upcoming(*place, seed) for place, seed in zip(batch.places, batch.seeds, strict=True)]
+        if self._programs is not None:
+            for upcoming in drawn:
+                upcoming.running = self._programs.order(upcoming.dataset, upcoming.index, upcoming.seed)
         self._most_records = int(min(max(self._most_records, self._records_for(len(drawn))), self._limit))
         self._drawn.append(drawn)
         self._waiting.extend(drawn)

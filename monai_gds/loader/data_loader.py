@@ -18,8 +18,9 @@
     └───────────────────────────┘
 
 A record is in flight from the beginning of its read until the consumer takes its batch. :class:`Epoch`, below, runs
-these stages. Not needed to follow a batch: stats.py (where the time goes), openmp.py (idle threads), and, for
-``transforms_on="workers"``, where processes do everything up to the batch, transform_workers.py and shared_memory.py.
+these stages. With ``num_workers``, crew.py has processes do what can be done before the target is needed (worker.py):
+they draw and record items for a CUDA target (dataset/programmed.py), or make whole batches on values (on_values.py,
+shared_memory.py). Not needed to follow a batch: stats.py (where the time goes) and openmp.py (idle threads).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from monai.data import DataLoader
@@ -46,18 +47,26 @@ from monai_gds.base.process import Owner, undisturbed
 from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.base.units import bytes_of
 from monai_gds.dataset.dataset import GDSDataset, changes_items
-from monai_gds.loader.ahead import CacheWorkers, ReadAhead
+from monai_gds.loader.ahead import Programs, ReadAhead
 from monai_gds.loader.collate import collate
+from monai_gds.loader.crew import Crew, Drawn, Order, numbered, with_seed
 from monai_gds.loader.hand_over import HandOver, cuda_tensors
+from monai_gds.loader.next_epoch import foreseen
+from monai_gds.loader.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.openmp import heed_load
 from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import MeasuredEpoch, Stats
-from monai_gds.loader.transform_workers import Order, Processes, WorkerBatches, with_seed
+from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
+from monai_gds.pipeline.settings import capture_all
+from monai_gds.programs.trust import Trust
 
 #: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
 #: because the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
 _LEAVE_SECONDS = 60.0
+
+
+_Programs = Literal["auto", "check", "off"]
 
 
 class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
@@ -69,19 +78,21 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     batch is asked for. On a CUDA device transforms and collation run on a stream of their own, beside the training, and
     nothing waits for the whole device. Any other dataset is loaded by MONAI's ``DataLoader``.
 
-    With ``num_workers`` and a CUDA target, worker processes compute the items that are not cached. They start with
-    the first such item; reading and random transforms stay in this process. Arguments for workers that load batches
-    (``worker_init_fn``, ``timeout``, ``prefetch_factor``, ``persistent_workers``) have no effect on them. With
-    ``num_workers`` and a CPU target, MONAI's ``DataLoader`` does everything.
+    With ``num_workers``, that many processes do what can be done before the target is needed. They compute and save
+    the items that are not cached. On a CUDA target they also run the random transforms on tensors without values, and
+    record what these do to the tensors. This process reads the voxels that are touched and replays the records on the
+    device, where they give what the transforms would give there, bit for bit. What cannot be recorded runs in this
+    process's thread: ``explain`` names it. On a CPU target, and with ``programs="off"``, the processes load the items,
+    run the transforms and collate, up to the first transform that names a CUDA device. Batches then come through shared
+    memory, in order.
 
-    ``transforms_on="workers"`` is for random transforms that keep a processor busy. Worker processes then load items,
-    run these transforms and collate, whatever the target. Batches come through shared memory, in order, and are copied
-    ahead to a CUDA target. The first transform that names a CUDA device, and all after it, run in this process's
-    thread. The dataset must be picklable. Workers are forked from this process, or from a fork server if CUDA is
-    initialised. They stay for the next epoch, and end with a loop that is left early. The random sequence differs from
-    the one without workers, but is the same for any number of them: for each item, the generators that the transforms
-    use, and in the workers those of Python, NumPy and torch, are seeded with the epoch's seed and the item's position
-    in the epoch. The epoch's seed comes from torch's generator, or the loader's ``generator``.
+    The random sequence differs from the one without workers, but is the same for any number of them, on any target: for
+    each item, the generators that the transforms use, and in the processes those of Python, NumPy and torch, are seeded
+    with the epoch's seed and the item's position in the epoch. The epoch's seed comes from torch's generator, or the
+    loader's ``generator``. The processes are forked, as torch's are, also where CUDA is initialised, which they never
+    use; ``multiprocessing_context`` names another way, for which the dataset must be picklable. They stay for the next
+    epoch, and end with a loop that is left early. One that is killed is replaced once in an epoch. Arguments for
+    torch's own workers (``worker_init_fn``, ``timeout``, ``prefetch_factor``, ``persistent_workers``) have no effect.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
     Leaving the loop stops everything, and leaves the random transforms in the state that a loop without reading ahead
@@ -91,19 +102,21 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         dataset: what to load.
         num_workers: how many processes there are, see above.
         prefetch: how many records may be in flight: being read, transformed, collated, or waiting in a batch that the
-            consumer has not taken. Default: 8, or two batches if that is more. A batch is always completed.
+            consumer has not taken. Default: 8, or three batches if that is more. A batch is always completed.
         prefetch_bytes: how many bytes of records may be in flight, such as ``4e9`` or ``"4GB"``. One record always may,
             whatever its size. Default: a sixteenth of the GPU's memory, but at least 1 GiB and at most 2 GiB, and 1 GiB
-            without a GPU. With ``transforms_on="workers"`` it bounds the shared memory (1 GiB), in which batches of B
-            bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
+            without a GPU. Where processes make whole batches it bounds the shared memory (1 GiB), in which batches of
+            B bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
-        transforms_on: ``"workers"`` runs random transforms in the ``num_workers`` processes, see above.
+        programs: ``"auto"`` records the transforms for a CUDA target. What they do is also run directly at first, and
+            compared. ``"check"`` records for any target and compares every item, which takes twice the time. ``"off"``
+            records nothing.
         kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…
 
     Raises:
-        ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive; ``transforms_on="workers"`` without workers or a
-            GDSDataset; from a loop, something cannot be sent to workers; or from ``DataLoader``.
-        TypeError: ``prefetch`` is not a whole number.
+        ValueError: ``prefetch`` or ``prefetch_bytes`` is not positive, or ``programs`` is none of these; from a loop,
+            something cannot be sent to processes that are not forked; or from ``DataLoader``.
+        TypeError: ``prefetch`` is not a whole number, or ``transforms_on`` is given, which ``num_workers`` replaces.
 
     Example:
         >>> import tempfile, numpy as np
@@ -124,28 +137,29 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch: int | None = None,
         prefetch_bytes: float | str | None = None,
         stats: bool = False,
-        transforms_on: Literal["workers"] | None = None,
+        programs: _Programs = "auto",
         **kwargs: Any,
     ) -> None:
         if not isinstance(prefetch, Integral | None):
             raise TypeError(f"prefetch={prefetch!r}: it must be a whole number of records")
         if prefetch is not None and prefetch < 1:
             raise ValueError(f"prefetch={prefetch}: at least one record has to be in flight")
-        if transforms_on not in (None, "workers"):
-            raise ValueError(f"transforms_on={transforms_on!r}: use 'workers' or None")
-        if transforms_on and num_workers < 1:
-            raise ValueError("transforms_on='workers' needs workers: give num_workers")
-        if parts := gds_datasets(dataset):
+        if programs not in get_args(_Programs):
+            raise ValueError(f"programs={programs!r}: use one of {', '.join(map(repr, get_args(_Programs)))}")
+        if "transforms_on" in kwargs:
+            raise TypeError(
+                "transforms_on= is gone: num_workers= is enough, and programs='off' runs transforms on values"
+            )
+        if gds_datasets(dataset):
             kwargs.setdefault("collate_fn", collate)
-        if transforms_on and len({part.session.target() for part in parts}) != 1:
-            raise ValueError("transforms_on='workers' needs a GDSDataset, or several with one device")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
         given = None if prefetch_bytes is None else bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
         self.prefetch_bytes: int | None = given
-        self.transforms_on: Literal["workers"] | None = transforms_on
+        self.programs: _Programs = programs
         #: Processes of the last epoch, for the next.
-        self.idle: list[Processes] = []
+        self.idle: list[Crew] = []
+        self._trusts: dict[Any, Trust] = {}  # by pipeline
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last
         self._loaded: Mapping[str, Any] | None = None  # the state from which the next loop continues
@@ -166,7 +180,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise RuntimeError("nothing is measured: make the loader with stats=True")
         if self._epoch is None:
             raise RuntimeError("no epoch has begun: iterate over the loader first")
-        return self._epoch.stats()
+        records = self.num_workers and self.programs != "off"
+        found = [part.session.runtime.on_values for part in gds_datasets(self.dataset)] if records else []
+        return self._epoch.stats(dict(chain.from_iterable(one.items() for one in found)))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop that was begun last: after the last batch that it gave.
@@ -196,7 +212,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
-        return {**self.__dict__, "idle": [], "_place": None, "_epoch": None}
+        return {**self.__dict__, "idle": [], "_trusts": {}, "_place": None, "_epoch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -217,17 +233,44 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         parts = gds_datasets(self.dataset)
         devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
-        if device is not None and (self.transforms_on or not self.num_workers):
-            return Epoch(self, device, None, state, watch, loops)
-        if device is None or device.type == "cpu" or not all(part.session.caches for part in parts):
+        if device is None:
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return map(self._place.counted, batches)
-        workers = CacheWorkers(parts, self.num_workers, self.multiprocessing_context)
-        return Epoch(self, device, workers, state, watch, loops)
+        return Epoch(self, device, state, watch, loops)
+
+    def records(self, device: torch.device) -> bool:
+        """Whether worker processes record programs."""
+        parts = [part.session for part in gds_datasets(self.dataset)]
+        wanted = self.programs == "check" or (self.programs == "auto" and device.type == "cuda")
+        return wanted and bool(self.num_workers) and all(part.caches and not part.own_end for part in parts)
+
+    def crew(self, work: Work) -> Crew:
+        """The processes for an epoch: those of the last one, if they can do this work."""
+        most = self.prefetch_bytes or limits.PREFETCH_BYTES
+        order = Order(self.num_workers, self.multiprocessing_context, self.batches_in_flight(), most)
+        while self.idle:
+            crew = self.idle.pop()
+            if crew.begin(order, work):
+                return crew
+            crew.close()
+        return Crew(order, work)
+
+    def trust(self, part: GDSDataset) -> Trust:
+        """What is known of the programs of a dataset."""
+        split = part.session.split()
+        if split not in self._trusts:
+            self._trusts = {kept: trust for kept, trust in self._trusts.items() if kept in self._splits()}
+            self._trusts[split] = Trust(self.programs == "check")
+        return self._trusts[split]
+
+    def _splits(self) -> list[Any]:
+        return [part.session.split() for part in gds_datasets(self.dataset)]
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
-        return self.prefetch or max(limits.PREFETCH_RECORDS, 2 * (batch or self.batch_size or 1))
+        return self.prefetch or max(
+            limits.PREFETCH_RECORDS, (1 + limits.BATCHES_WAITING) * (batch or self.batch_size or 1)
+        )
 
     def bytes_in_flight(self, device: torch.device) -> int:
         """How many bytes of records may be in flight to a device. Begins to use CUDA, for a CUDA device."""
@@ -269,7 +312,7 @@ def _collate_alone(collate_fn: Callable[[Any], Any], items: list[Any]) -> Any:
     return collate_fn(items[0])
 
 
-def _close_all(idle: list[Processes]) -> None:
+def _close_all(idle: list[Crew]) -> None:
     while idle:
         idle.pop().close()
 
@@ -340,7 +383,6 @@ class Epoch(Iterator[Any]):
         self,
         loader: GDSDataLoader,
         device: torch.device,
-        cache_workers: CacheWorkers | None,
         state: Mapping[str, Any] | None,
         watch: Watch | None,
         loops: Loops,
@@ -349,27 +391,7 @@ class Epoch(Iterator[Any]):
             _leave(left, _LEAVE_SECONDS)
         if device.type == "cpu":
             heed_load()
-        ahead: ReadAhead | WorkerBatches
-        workers: CacheWorkers | WorkerBatches | None
-        assemble: Callable[[Any], Any]
-        draw = partial(_drawn, loader)
-        if loader.transforms_on:
-            seed = partial(with_seed, loader.generator, draw)
-            place, seeded = begin_or_go_on(loader, seed, state, partial(_drawn_from, loops))
-            most = loader.prefetch_bytes or limits.PREFETCH_BYTES
-            order = Order(loader.num_workers, loader.multiprocessing_context, loader.batches_in_flight(), most)
-            parts = gds_datasets(loader.dataset)
-            ahead = workers = WorkerBatches(order, loader.idle, loader.collation, parts, device, seeded, watch)
-            assemble = loader.pinned if ahead.whole else loader.assemble
-        else:
-            place, batches = begin_or_go_on(loader, draw, state, partial(_drawn_from, loops))
-            workers = cache_workers
-            most_bytes = partial(loader.bytes_in_flight, device)
-            ahead = reading = ReadAhead(batches, loader.records_in_flight, most_bytes, workers)
-
-            def assemble(items: list[Any]) -> Any:
-                return reading.with_memory(partial(loader.assemble, items))
-
+        ahead, assemble, place, workers = _stages(loader, device, state, watch, loops)
         loader._place = place
         self._owner = Owner()
 
@@ -378,7 +400,7 @@ class Epoch(Iterator[Any]):
             place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave)
-        work = (ahead, assemble, self._hand_over, place, watch, loops)
+        work = (ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
@@ -425,11 +447,50 @@ def _stop_all() -> None:
         _leave(thread, None)  # however long it takes: one that is in torch while the interpreter ends would abort it
 
 
+def _stages(
+    loader: GDSDataLoader, device: torch.device, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops
+) -> tuple[ReadAhead | WorkerBatches, Callable[[Any], Any], Place, Programs | WorkerBatches | None]:
+    """What makes items and batches, where the consumer is, and what is to be woken when the loop is left."""
+    draw = partial(_drawn, loader)
+    in_flight = loader.records_in_flight, partial(loader.bytes_in_flight, device)
+    if not loader.num_workers:
+        place, batches = begin_or_go_on(loader, lambda: numbered(draw(), 0), state, partial(_drawn_from, loops))
+        reading = ReadAhead(batches, *in_flight, None)
+        return reading, partial(_with_memory, reading, loader.assemble), place, None
+    parts = gds_datasets(loader.dataset)
+    # By place: workers seed what they draw from, and this process draws from copies.
+    place, batches = begin_or_go_on(loader, partial(with_seed, loader.generator, draw), state)
+    if loader.records(device):
+        views = [part.session.for_worker(loads="programs") for part in parts]
+        crew = loader.crew(Work(views, None, device, capture_all()))
+        trusts = [loader.trust(part) for part in parts]
+        own = dict(zip(parts, crew.splits(parts), strict=True))
+        programs = Programs(crew, own, trusts, watch, loader.idle, partial(_foreseen, loader))
+        reading = ReadAhead(batches, *in_flight, programs)
+        return reading, partial(_with_memory, reading, loader.assemble), place, programs
+    work, done = work_on_values(parts, device, loader.collation)
+    crew = loader.crew(work)
+    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle)
+    return made, loader.pinned if made.whole else loader.assemble, place, made
+
+
+def _with_memory(reading: ReadAhead, assemble: Callable[[Any], Any], items: list[Any]) -> Any:
+    return reading.with_memory(partial(assemble, items))
+
+
 def _drawn(loader: GDSDataLoader) -> Iterator[list[tuple[GDSDataset, int]]]:
     """The dataset and index of each item, by batch. The first batch, and with it a sampler's seed, is drawn at once."""
     batches, dataset = loader.index_batches(), loader.dataset
     drawn = chain(list(islice(batches, 1)), batches)
     return ([find_item(dataset, index) for index in indices] for indices in drawn)
+
+
+def _foreseen(loader: GDSDataLoader) -> Iterator[Drawn]:
+    """The batches of the next epoch, as far as that can be told."""
+    found, dataset = foreseen(loader), loader.dataset
+    if found is not None:
+        seed, batches = found
+        yield from numbered(([find_item(dataset, index) for index in indices] for indices in batches), seed)
 
 
 def _produce(
@@ -439,8 +500,9 @@ def _produce(
     place: Place,
     watch: Watch | None,
     loops: Loops,
+    plain: bool,
 ) -> None:
-    """The loader's thread."""
+    """The loader's thread. ``plain``: whether batches are made of items by our own function."""
     for loop in loops.values():
         loop.enter()
 
@@ -458,7 +520,7 @@ def _produce(
                 batch = assemble(items)
                 del items
                 enter("waiting for the training")
-                if not hand_over.put(batch, (ahead.finished, place.made())):
+                if not hand_over.put(batch, (ahead.finished, place.made()), ahead.plain and plain):
                     break
                 del batch  # the consumer alone keeps it
         _end(loops)  # before the consumer knows, who may begin another
@@ -474,7 +536,7 @@ def _produce(
 
 
 def _stop(
-    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: CacheWorkers | WorkerBatches | None
+    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: Programs | WorkerBatches | None
 ) -> None:
     if not owner.is_this_process():  # locks, thread and workers belong to the parent
         return

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from monai_gds import limits
 from monai_gds.base.process import Bell, PerProcess
 
 #: The loader's stream of a device. Epochs share it, and with it the memory of its pool.
@@ -28,7 +29,9 @@ class _Parcel(NamedTuple):
 
 
 class HandOver:
-    """Hands batches from the loader's thread to the consumer, one at a time.
+    """Hands batches from the loader's thread to the consumer.
+
+    Two may wait, so that the thread can be late for one of them: it shares the interpreter's lock with the training.
 
     On a CUDA device the thread works on its own stream, so a random transform that waits for a result does not
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
@@ -57,7 +60,7 @@ class HandOver:
         self.stream = _loader_stream(device) if device.type == "cuda" else None
         if self.stream is not None:  # a transform may use what was made before the loop
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        self._parcels: deque[_Parcel] = deque()  # one at most
+        self._parcels: deque[_Parcel] = deque()
         self._error: BaseException | None = None
         self._ended = self.stopped = False
         self._room, self._news = Bell(), Bell()  # for the loader's thread, for the consumer
@@ -68,13 +71,22 @@ class HandOver:
         """Makes the loader's stream current."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def put(self, batch: Any, mark: Any) -> bool:
-        """Hands over a batch with a mark for ``on_taken``, once the one before is taken; False if the loop was left."""
+    def put(self, batch: Any, mark: Any, plain: bool = False) -> bool:
+        """Hands over a batch, once there is room.
+
+        Args:
+            batch: the batch.
+            mark: for ``on_taken``.
+            plain: whether it has no tensors of the device but those in dicts and lists, which are found faster.
+
+        Returns:
+            False if the loop was left.
+        """
         made, tensors = None, []
         if self.stream is not None:
             made = self.stream.record_event()
-            tensors = [tensor for tensor in cuda_tensors(batch) if tensor.device == self._device]
-        while self._parcels and not self.stopped:
+            tensors = [tensor for tensor in cuda_tensors(batch, plain) if tensor.device == self._device]
+        while len(self._parcels) >= limits.BATCHES_WAITING and not self.stopped:
             self._room.wait()
         self._parcels.append(_Parcel(batch, mark, made, tensors))
         if self.stopped:  # perhaps just now, by a thread that found nothing to drop
@@ -146,8 +158,11 @@ class HandOver:
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), np.ndarray, type, ModuleType})
 
 
-def cuda_tensors(value: Any) -> list[torch.Tensor]:
-    """Every CUDA tensor within containers and objects, as plain tensors; those in a MetaTensor's metadata included."""
+def cuda_tensors(value: Any, plain: bool = False) -> list[torch.Tensor]:
+    """Every CUDA tensor within containers and objects, as plain tensors; those in a MetaTensor's metadata included.
+
+    With ``plain`` only those within dicts, lists and tuples.
+    """
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     todo: list[Iterable[Any]] = [(value,)]
@@ -159,16 +174,16 @@ def cuda_tensors(value: Any) -> list[torch.Tensor]:
                     found.append(part)
             elif kind not in _PLAIN and id(part) not in seen:
                 seen.add(id(part))
-                todo.extend(_members(part))
+                todo.extend(_members(part, plain))
     return found
 
 
-def _members(value: Any) -> Iterator[Iterable[Any]]:
+def _members(value: Any, plain: bool) -> Iterator[Iterable[Any]]:
     if isinstance(value, torch.Tensor):
         yield (value.as_subclass(torch.Tensor),)
     if isinstance(value, Mapping):
         yield value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield value
-    else:
+    elif not plain:
         yield getattr(value, "__dict__", {}).values()

@@ -8,7 +8,6 @@ is drawn again, from the states that the epoch began with.
 
 from __future__ import annotations
 
-import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,24 +15,15 @@ from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
 
 from monai_gds.loader.stats import MeasuredEpoch
-from monai_gds.pipeline.randomness import Slot, is_generator, put_back, slots, states_at
+from monai_gds.pipeline.randomness import GLOBAL, Slot, is_generator, put_back, slots, states_at
 
 T = TypeVar("T")
 
 #: Returns what a loop draws from, for a dataset of its loader. None: the dataset's pipeline.
 TransformOf = Callable[[Any], Any] | None
-
-#: Samplers without their own generator draw from these, and so may training.
-_SHARED = {
-    "torch": Slot(torch, "default_generator"),
-    "numpy": Slot(np.random.mtrand, "_rand"),
-    "python": Slot(random, "_inst"),
-}
 
 
 class Place:
@@ -44,8 +34,9 @@ class Place:
     """
 
     def __init__(self, loader: DataLoader[Any], transform_of: TransformOf = None) -> None:
+        self._by_place = bool(loader.num_workers)
         self._samplers = _samplers(loader)
-        self._order = _SHARED | _of_samplers(self._samplers)
+        self._order = GLOBAL | _of_samplers(self._samplers)
         self._transforms = _of_transforms(loader.dataset, transform_of)
         self._began: dict[str, Any] = {"states": states_at(self._order), "epochs": self.epochs()}
         self.batches = self._batches_made = 0
@@ -87,7 +78,8 @@ class Place:
             "batches": self.batches,
             "order": self._began,
             "transforms": self._states,
-            "shared": states_at(_SHARED) if begun else {},
+            "shared": states_at(GLOBAL) if begun else {},
+            "by_place": self._by_place,
         }
 
     # For a loop that continues
@@ -108,7 +100,7 @@ class Place:
 
     def arrive(self, state: Mapping[str, Any], epochs: Mapping[str, int]) -> None:
         """Restores the generators that training shares to their saved states, once the order is drawn."""
-        put_back(_SHARED, state["shared"])
+        put_back(GLOBAL, state["shared"])
         self._set_epochs(epochs)
 
     def _set_epochs(self, epochs: Mapping[str, int]) -> None:
@@ -142,6 +134,12 @@ def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
     """Raises ValueError unless this is the state of a loader. Warns if it is that of another pipeline."""
     if {"batches", "order", "transforms", "shared"} - state.keys():
         raise ValueError("this is not a state of GDSDataLoader.state_dict(): was it saved by another kind of loader?")
+    if state.get("by_place", loader.num_workers > 0) != (loader.num_workers > 0):
+        warnings.warn(
+            f"the state is that of a loader {'without' if loader.num_workers else 'with'} workers: the epoch continues "
+            "with the same items, but not with the same random numbers",
+            stacklevel=3,
+        )
     differ = _of_transforms(loader.dataset).keys() ^ state["transforms"].keys()
     if differ:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Moves batches from worker processes to the loader's in shared memory. For :mod:`.transform_workers`.
+"""Moves batches from worker processes to the loader's in shared memory. For :mod:`.on_values`.
 
 A batch is pickled without its large buffers (protocol 5 of pickle). They lie one after another in an :class:`Arena`:
 memory of the loader's process (``memfd_create``), which a worker maps too. It does not use /dev/shm, which has 64 MB in

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from monai_gds.base.stages import Watch
@@ -31,7 +31,7 @@ _REMEDIES = {
     "collating": "smaller batches, or a collate_fn that copies less",
 }
 
-_OF_RANDOM = "run them in workers (num_workers=8, transforms_on='workers'), or on the GPU"
+_OF_RANDOM = "run them in workers (num_workers=8), or on the GPU"
 _OF_RANDOM_IN_WORKERS = "more workers are faster while processor cores are idle; or run them on the GPU"
 
 
@@ -44,15 +44,19 @@ class Stats:
         waiting: seconds of these in which the training waited for a batch.
         stages: the seconds that the loader's thread, or its workers together, took for each stage. On a CUDA device
             they include the work there. ``saving`` is the thread's own share of saving computed items. Empty where
-            MONAI's own workers make the batches, which measure nothing; hits and bytes are not counted then.
+            MONAI's ``DataLoader`` makes the batches, and nothing is measured; hits and bytes are not counted then.
         transforms: the seconds of each deterministic transform, of items that were computed.
-        random_transforms: the seconds of each random transform.
+        random_transforms: the seconds of each random transform: where programs are used, of drawing it in a worker and,
+            if it is in no program or compared, of running it. ``recording`` is what else recording takes, and
+            ``replay`` what programs take in the loader's thread.
         saving_behind: the seconds in which records were written in the background.
         batches: batches that were delivered.
         hits: items that were read.
         computed: items that were computed.
         nbytes: bytes of records that were read.
-        in_workers: whether worker processes ran the random transforms.
+        in_workers: whether worker processes ran the random transforms, or drew them.
+        on_values: the first transforms that no program could hold, and why. With those after them they ran in the
+            loader's thread.
     """
 
     seconds: float
@@ -66,6 +70,7 @@ class Stats:
     computed: int
     nbytes: int
     in_workers: bool = False
+    on_values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -88,16 +93,18 @@ class Stats:
         work = {stage: seconds for stage, seconds in self.stages.items() if stage not in idle}
         if not work:
             return (
-                f"The training waits {_share(self.waiting, self.seconds)} of the epoch for what is not measured, such "
-                "as MONAI's own workers: num_workers=0 measures what they do."
+                f"The training waits {_share(self.waiting, self.seconds)} of the epoch for MONAI's DataLoader, which "
+                "is not measured. It loads all but GDSDatasets for one device."
             )
         stage = max(work, key=work.__getitem__)
-        whose = "the workers'" if self.in_workers else "the loader's"
+        whose = "the loader's and its workers'" if self.in_workers else "the loader's"
         share = f"{_share(work[stage], sum(work.values()))} of {whose} time"
         if stage == "random transforms":
             name = max(self.random_transforms, key=self.random_transforms.__getitem__)
             most = _share(self.random_transforms[name], sum(work.values()))
             share, remedy = f"{share}, {name} alone {most}", _OF_RANDOM_IN_WORKERS if self.in_workers else _OF_RANDOM
+            if name in self.on_values:
+                remedy = f"the loader's thread runs it, since {self.on_values[name]}"
         else:
             remedy = _REMEDIES[stage]
         verb = "take" if stage.endswith("transforms") or stage == "keys" else "takes"
@@ -124,6 +131,7 @@ class Stats:
             lines += [f"  {name:<32}{part:>9.3f} s {_share(part, total):>5}" for name, part in parts.items()]
         if self.saving_behind:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
+        lines += [f"on values from {name} on: {why}" for name, why in self.on_values.items()]
         return "\n".join([*lines, self.advice])
 
 
@@ -152,7 +160,8 @@ class MeasuredEpoch:
             self.waiting += now - asked
             self.seconds = now - self.began
 
-    def stats(self) -> Stats:
+    def stats(self, on_values: Mapping[str, str]) -> Stats:
+        """What was measured so far. ``on_values``: see :class:`Stats`."""
         seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
         behind = seconds.pop(("saving", "in the background"), 0.0)
         stages: defaultdict[str, float] = defaultdict(float)
@@ -172,4 +181,5 @@ class MeasuredEpoch:
             computed=counts.get("computed", 0),
             nbytes=counts.get("bytes", 0),
             in_workers=self.watch.in_workers,
+            on_values=on_values,
         )

@@ -126,6 +126,14 @@ class Slot(NamedTuple):
         return found if is_generator(found) else None
 
 
+#: The generators of the whole process. Samplers without their own draw from these, and so may training.
+GLOBAL = {
+    "torch": Slot(torch, "default_generator"),
+    "numpy": Slot(np.random.mtrand, "_rand"),
+    "python": Slot(random, "_inst"),
+}
+
+
 def slots(transform: Any) -> dict[str, Slot]:
     """The generators that are attributes of transforms, by their place in the pipeline: ``transforms.2.rand_flip.R``.
 

@@ -129,14 +129,21 @@ def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Li
     return frozenset(found)
 
 
-def before_cuda(steps: Sequence[Callable[..., Any]]) -> int:
-    """How many steps come before the first that names a CUDA device."""
-    return next((i for i, step in enumerate(steps) if any(map(_names_cuda, parts(step)))), len(steps))
+def before_cuda(steps: Sequence[Callable[..., Any]], names_too: bool) -> int:
+    """How many steps come before the first that holds something on a CUDA device or, if ``names_too``, names one."""
+    uses = _names_cuda if names_too else _is_on_cuda
+    return next((i for i, step in enumerate(steps) if any(map(uses, parts(step)))), len(steps))
 
 
 def _names_cuda(part: Any) -> bool:
     if isinstance(part, (torch.device, str)):
         return re.fullmatch(r"cuda(:\d+)?", str(part)) is not None
+    return _is_on_cuda(part)
+
+
+def _is_on_cuda(part: Any) -> bool:
+    if isinstance(part, torch.Generator):
+        return part.device.type == "cuda"
     return isinstance(part, torch.Tensor) and part.is_cuda
 
 

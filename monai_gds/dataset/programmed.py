@@ -1,0 +1,309 @@
+"""Items by programs: what a worker process draws and records, and what this process reads and replays for it.
+
+Used by the loader. In a worker, :func:`draw` computes and saves an item that is not cached, seeds its random
+transforms, and records what they would do to the tensors on the target. Here, :class:`Programmed` reads the boxes that
+the program touches, replays it, and runs the transforms that could not be recorded. What cannot be replayed is run
+eagerly, with the same seeds, so an item does not depend on which way it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from monai.transforms.utils import reset_ops_id
+
+from monai_gds.base import stages
+from monai_gds.dataset.making import Saved
+from monai_gds.dataset.session import Begun, Session
+from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
+from monai_gds.pipeline.randomness import GLOBAL, put_back, seed_everything, seed_transforms, slots, states_at
+from monai_gds.pipeline.split import Split
+from monai_gds.pipeline.words import naming
+from monai_gds.programs.ghostly import is_ghost
+from monai_gds.programs.indices import standing_in
+from monai_gds.programs.program import Program
+from monai_gds.programs.recorder import Recorded, Recorder, Refusal
+from monai_gds.programs.replay import GuardFailed, replay
+from monai_gds.programs.trust import Trust
+from monai_gds.records.pending import PendingItem, Volumes
+
+#: Seeds of an item: that of its epoch, and its position there.
+Seed = tuple[int, int]
+
+#: What bools that transforms ask for were found to be, by transform and number.
+Guesses = Mapping[tuple[int, int], bool]
+
+
+class Answer(NamedTuple):
+    """What a worker did for an item.
+
+    Attributes:
+        saved: what became of its record.
+        digest: of the record's key; empty if there is no record.
+        program: what its first random transforms do; None if that must be found out on its voxels.
+        refused: why not all of them are in the program.
+        states: the states of the generators of the other transforms, by their place in the pipeline.
+        drew_globally: whether a transform drew from a generator of the whole process.
+        plain: whether it is certain that the item has no tensors of the target but those in dicts and lists.
+    """
+
+    saved: Saved
+    digest: str = ""
+    program: Program | None = None
+    refused: Refusal | None = None
+    states: Mapping[str, Any] | None = None
+    drew_globally: bool = False
+    plain: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a worker
+
+
+def draw(
+    session: Session,
+    index: int,
+    seed: Seed,
+    target: torch.device,
+    most: int | None,
+    guesses: Guesses,
+) -> Answer:
+    """Makes the record of an item if it has none, and records its random transforms.
+
+    Args:
+        session: of a copy of the dataset, for this process.
+        index: the item.
+        seed: what its generators are seeded with.
+        target: where the program will be replayed.
+        most: how many transforms to record at most.
+        guesses: see :class:`Recorder`.
+
+    Raises:
+        Exception: whatever the deterministic transforms raise.
+    """
+    try:
+        saved = session.save(index)
+    except (NotSaved, FileChanged, UnsupportedType):  # then the loader's process computes it, and warns or raises
+        return Answer(Saved("busy"))
+    cache = session.cache()
+    assert cache is not None, "the caller has checked that items are cached"
+    key = session.key(index)
+    (lazy,) = cache.start([key.digest], "head")
+    if lazy is None:
+        return Answer(saved)
+    split = session.split()
+    seed_everything(split.steps(), *seed)
+    before = states_at(GLOBAL)
+    stages.enter("random transforms", "recording")
+    try:
+        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses)
+    except _RecordGone:
+        return Answer(saved)
+    later = states_at(_slots_after(split, 0 if program is None else program.done))
+    return Answer(saved, key.digest, program, refused, later, states_at(GLOBAL) != before, plain)
+
+
+def _recorded(
+    split: Split, lazy: PendingItem, item: Any, target: torch.device, most: int | None, guesses: Guesses
+) -> tuple[Recorded, bool]:
+    """What the transforms do, and whether the last one left no tensor of the target in metadata."""
+    recorder, steps = Recorder(lazy.later, target, guesses), split.steps()
+    last, plain = (steps[-1] if steps else None), False
+
+    def runs_of(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Any:
+        of_label, of_image = recorder.name_of(label), "" if image is None else recorder.name_of(image)
+        return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
+
+    def apply(step: Callable[..., Any], item: Any) -> Any:
+        nonlocal plain
+        with standing_in(step, item, runs_of):
+            item = split.step(step, item)
+        if step is last:  # here, where nobody waits
+            reset_ops_id(item)
+            plain = not _hides_ghosts(item)
+        return item
+
+    def make(ghosts: Mapping[str, torch.Tensor]) -> Any:
+        found = lazy.wait(item, ghosts)
+        if found is None:
+            raise _RecordGone
+        return found[0]
+
+    recorded = recorder.record(steps, apply, make, most)
+    return recorded, plain and recorded.refused is None
+
+
+class _RecordGone(Exception):
+    """The record turned out to be unusable, which has been reported, or was deleted."""
+
+
+def _hides_ghosts(item: Any) -> bool:
+    """Whether an item has ghosts elsewhere than in dicts and lists, such as in metadata."""
+    if isinstance(item, torch.Tensor):
+        return any(_is_or_hides(part) for part in vars(item).values())
+    if isinstance(item, (dict, list, tuple)):
+        return any(map(_hides_ghosts, item.values() if isinstance(item, dict) else item))
+    return hasattr(item, "__dict__")
+
+
+def _is_or_hides(part: Any) -> bool:
+    if isinstance(part, torch.Tensor):
+        return is_ghost(part)
+    if isinstance(part, (dict, list, tuple)):
+        return any(map(_is_or_hides, part.values() if isinstance(part, dict) else part))
+    return False
+
+
+def _slots_after(split: Split, done: int) -> dict[str, Any]:
+    """The generators of the steps after the first ``done``, by their places."""
+    steps = split.steps()
+    return {f"{i}.{name}": slot for i in range(done, len(steps)) for name, slot in slots(steps[i]).items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the loader's process
+
+
+class Programmed:
+    """An item that a worker drew, from the beginning of its reads to its end.
+
+    Args:
+        session: of the dataset.
+        split: the pipeline; its random half is this loop's own.
+        index: the item.
+        answer: the worker's.
+        seed: what the worker seeded the generators with.
+        trust: which programs are compared with an eager run.
+
+    Attributes:
+        plain: whether it is certain, once the item has ended, that it has no tensors of the device but those in dicts
+            and lists.
+    """
+
+    waits = False
+
+    __slots__ = (
+        "_answer", "_index", "_lazy", "_seed", "_session", "_split", "_trust", "_values", "_volumes", "_whole", "plain",
+    )  # fmt: skip
+
+    def __init__(
+        self, session: Session, split: Split, index: int, answer: Answer, seed: Seed, trust: Trust
+    ) -> None:  # fmt: skip
+        self._session, self._split, self._index = session, split, index
+        self._answer, self._seed, self._trust = answer, seed, trust
+        self.plain = False
+        self._lazy: PendingItem | None = None
+        self._volumes: Volumes | None = None
+        self._values: Mapping[str, Any] | None = None
+        self._whole: Begun | None = None
+        program, cache = answer.program, session.cache()
+        assert cache is not None, "the caller has checked that items are cached"
+        if answer.saved.why:
+            cache.report_full(answer.saved.why)
+        if program is not None and trust.covers(program.done):
+            (self._lazy,) = cache.start([answer.digest], "head")
+        if self._lazy is None or program is None:
+            self._begin_whole()
+        elif boxes := program.boxes():
+            self._volumes = self._lazy.read(boxes)
+        else:
+            self._values = {}
+
+    @property
+    def cached(self) -> bool:
+        """Whether the item has a record."""
+        return self._lazy is not None or (self._whole is not None and self._whole.cached)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are being read, and of the memory that they are unpacked into; 0 if there is no record."""
+        if self._whole is not None:
+            return self._whole.nbytes
+        return 0 if self._lazy is None else self._lazy.nbytes
+
+    def arrive(self) -> None:
+        """Waits for the voxels. If it fails, the item may be begun again."""
+        if self._volumes is not None:
+            self._values, self._volumes = self._volumes.wait(), None
+        if self._values is None:
+            self._begin_whole().arrive()
+
+    def end(self) -> Any:
+        """The item on the device, after its random transforms."""
+        with naming(self._index, self._session.dataset.data[self._index]):
+            item, done = self._first()
+            if self._answer.saved.how == "computed":
+                stages.count("hits", -1)  # it was only read here
+            item = self._rest(item, done)
+        return item
+
+    def _first(self) -> tuple[Any, int]:
+        """The item after the transforms in its program, and how many these are."""
+        program, values = self._answer.program, self._values
+        if program is None or values is None:
+            return self._begin_whole().taken()[0], 0
+        stages.enter("random transforms", "replay")
+        try:
+            item = replay(program, values, self._session.target())
+        except GuardFailed as e:
+            self._trust.guesses |= e.found
+            return self._begin_whole().taken()[0], 0
+        except RuntimeError as e:
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
+            return self._begin_whole().taken()[0], 0  # if it is the transform's, it comes again
+        self._session.runtime.misses.hit()
+        self.plain = self._answer.plain
+        if self._trust.is_due(program) and not self._answer.drew_globally:
+            self.plain = False
+            item = self._trust.compared(item, program, self._split.steps(), self._eagerly, self._again)
+        return item, program.done
+
+    def _rest(self, item: Any, done: int) -> Any:
+        """Runs the transforms after the first ``done``."""
+        split = self._split
+        if done < len(split.steps()):
+            seed_transforms(split.steps(), *self._seed)
+            if done:
+                put_back(_slots_after(split, done), self._answer.states or {})
+            item = split.after(item, done)
+            reset_ops_id(item)  # the user's own transforms must be able to invert the item
+        return item
+
+    def _begin_whole(self) -> Begun:
+        """Begins to read all of the item, or to compute it."""
+        if self._whole is None:
+            (self._whole,) = self._session.begin([self._index], whole=True)
+        return self._whole
+
+    def _eagerly(self, count: int) -> Any:
+        """The item after the first ``count`` transforms, which run on its voxels."""
+        seed_transforms(self._split.steps(), *self._seed)
+        item = self._session.read(self._index)
+        for step in self._split.steps()[:count]:
+            item = self._split.step(step, item)
+        return item
+
+    def _again(self, count: int) -> Any:
+        """The item after its first ``count`` transforms, recorded and replayed here; None if the record is gone."""
+        session, split = self._session, self._split
+        cache = session.cache()
+        (lazy,) = [None] if cache is None else cache.start([self._answer.digest], "head")
+        if lazy is None:
+            return None
+        seed_transforms(split.steps(), *self._seed)
+        item = session.dataset.data[self._index]
+        with suppress(_RecordGone, GuardFailed):
+            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses)[0].program
+            values = None if program is None else _read(lazy, program)
+            if program is not None and values is not None:
+                return replay(program, values, session.target())
+        return None
+
+
+def _read(lazy: PendingItem, program: Program) -> Mapping[str, Any] | None:
+    boxes = program.boxes()
+    return lazy.read(boxes).wait() if boxes else {}

@@ -1,0 +1,256 @@
+"""The worker processes of a loader. They live as long as the loader, and every task of theirs can be done again.
+
+    task ──▶ worker.py ──▶ answer, in the order in which the loader's thread asks for them
+
+If one of them is killed, all are started once more, and the tasks that were under way are done again: a task depends on
+its seed alone. If that happens again in the same epoch, the error is raised.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from monai_gds import limits
+from monai_gds.base.stages import Measurements, Watch, enter
+from monai_gds.base.workers import Workers
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.programmed import Seed
+from monai_gds.errors import WorkerDied
+from monai_gds.loader.shared_memory import Arena, Arenas
+from monai_gds.loader.worker import BatchTask, ItemTask, Work, Worker
+from monai_gds.pipeline.randomness import is_generator
+from monai_gds.pipeline.split import Split
+
+#: Arenas beyond those of the batches under way: one is being unpacked, some wait, and the consumer has one or two.
+_DELIVERED = 3 + limits.BATCHES_WAITING
+
+
+class Order(NamedTuple):
+    """What processes are started for."""
+
+    num_workers: int
+    context: Any
+    ahead: int  # how many batches may be under way
+    most_bytes: int  # of shared memory
+
+
+class Drawn(NamedTuple):
+    """A batch that is to be made."""
+
+    places: Sequence[tuple[GDSDataset, int]]  # the dataset and index of each item
+    seed: int  # of the epoch
+    first: int  # position in the epoch of its first item
+
+    @property
+    def seeds(self) -> list[Seed]:
+        """What the generators are seeded with for each item."""
+        return [(self.seed, self.first + i) for i in range(len(self.places))]
+
+
+def with_seed(
+    generator: torch.Generator | None, draw: Callable[[], Iterator[Sequence[tuple[GDSDataset, int]]]]
+) -> Iterator[Drawn]:
+    """The batches of an epoch, whose seed is what torch's loader is about to draw for its workers."""
+    ahead = (generator or torch.default_generator).clone_state()
+    return numbered(draw(), int(torch.empty((), dtype=torch.int64).random_(generator=ahead)))
+
+
+def numbered(batches: Iterator[Sequence[tuple[GDSDataset, int]]], seed: int) -> Iterator[Drawn]:
+    """Batches with the positions of their items in the epoch."""
+    first = 0
+    for places in batches:
+        yield Drawn(places, seed, first)
+        first += len(places)
+
+
+@dataclass(slots=True)
+class Running:
+    """A task that a worker does."""
+
+    task: BatchTask | ItemTask
+    answer: Future[tuple[Any, Measurements | None]]
+    generation: int  # of the processes that were given it
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its result can be had without waiting."""
+        return self.answer.done()
+
+
+class Crew:
+    """The processes, and the memory through which they send batches.
+
+    Args:
+        order: how many, and how they are started.
+        work: what they do.
+
+    Raises:
+        ValueError: the work cannot be sent to processes that are not forked.
+    """
+
+    def __init__(self, order: Order, work: Work) -> None:
+        self.order = order
+        self.arenas = Arenas(order.most_bytes, order.ahead + _DELIVERED)
+        self._process = os.getpid()
+        self._work, self._mark = work, _mark(work)
+        self._splits: list[Split] | None = None
+        self.is_warm = False  # whether this process has loaded what the first items need
+        self._memory: Arena | None = None  # of work that is newer than the processes
+        self._generation = 0
+        self._lost = False  # whether one was killed in this epoch
+        self._ahead: dict[tuple[int, int, Seed], Running] = {}  # items of the next epoch, as far as it is foreseen
+        self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # an answer came, or the loop was left
+        self._workers = self._start()
+
+    def begin(self, order: Order, work: Work) -> bool:
+        """Begins another epoch. Returns False if these processes cannot do its work."""
+        mark = _mark(work)
+        if self.order != order or mark is None or self._workers.broken or self._process != os.getpid():
+            return False
+        self._lost, self._news = False, queue.SimpleQueue()
+        if mark != self._mark:
+            self._ahead, self._splits = {}, None
+            self._work, self._mark = work, mark
+            pickled = pickled_work(work)
+            self._memory = Arena(len(pickled))
+            self._memory.memory[:] = bytearray(pickled)
+        return True
+
+    def splits(self, parts: Iterable[GDSDataset]) -> list[Split]:
+        """The pipelines, whose random halves are the loader's own: it seeds them. They are copied when they change."""
+        if self._splits is None:
+            self._splits = [part.session.split().copied() for part in parts]
+        return self._splits
+
+    def submit(self, task: BatchTask | ItemTask) -> Running:
+        """Has a task done."""
+        task = task._replace(work=None if self._memory is None else self._memory.place)
+        return Running(task, self._workers.submit(task), self._generation)
+
+    def take(self, task: ItemTask) -> Running:
+        """Has an item drawn, unless it is already."""
+        return self._ahead.pop((task.part, task.number, task.seed), None) or self.submit(task)
+
+    def go_on(self, tasks: Iterable[ItemTask]) -> None:
+        """Has items drawn that the next epoch will order, if it is the one that is foreseen."""
+        self._ahead = {(task.part, task.number, task.seed): self.submit(task) for task in tasks}
+
+    def result(self, running: Running, watch: Watch | None) -> Any:
+        """What a task gave; None if the loop was left meanwhile. Raises what the task raised, or WorkerDied."""
+        enter("waiting for workers")
+        while True:
+            if not running.answer.done():
+                running.answer.add_done_callback(self._news.put)
+                while not running.answer.done():
+                    if self._news.get() is None:
+                        return None
+            try:
+                found, measurements = running.answer.result()
+            except WorkerDied:
+                if running.generation == self._generation:
+                    if self._lost:
+                        raise
+                    self._replace()
+                again = self.submit(running.task)
+                running.answer, running.generation, running.task = again.answer, again.generation, again.task
+                continue
+            if measurements is not None and watch is not None:
+                watch.add(measurements)
+            return found
+
+    def leave(self) -> None:
+        """Wakes the thread that waits, since the loop was left. May be called in any thread, by the collector too."""
+        self._news.put(None)
+
+    def close(self) -> None:
+        """Ends the processes at once, and removes what they leave half-written."""
+        if self._process == os.getpid():
+            self._workers.close()
+            for part in self._work.parts:
+                part.tidy()
+
+    def _replace(self) -> None:
+        self._lost = True
+        self._workers.close()
+        self._memory = None
+        self._workers = self._start()
+        self._generation += 1
+
+    def _start(self) -> Workers[Any]:
+        context = self.order.context
+        # By name, or a fork server would not import what they need. torch's loader forks too: children never use CUDA.
+        kind = context if isinstance(context, str) else context.get_start_method() if context else "fork"
+        work = self._work if kind == "fork" else pickled_work(self._work)
+        return Workers(Worker(work), self.order.num_workers, kind)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sending work
+
+
+def pickled_work(work: Work) -> bytes:
+    """The work, pickled; by cloudpickle where it is installed and pickle cannot.
+
+    Raises:
+        ValueError: something in it cannot be sent to another process. The message names it.
+    """
+    try:
+        return _dumps(work)
+    except Exception as e:
+        raise ValueError(
+            f"{_culprit(work)} cannot be sent to another process: {e}. Pickle finds classes and functions at the top "
+            "of a module, and no others: define it there, or install cloudpickle"
+        ) from e
+
+
+def _dumps(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        if not find_spec("cloudpickle"):
+            raise
+    found: bytes = import_module("cloudpickle").dumps(value)
+    return found
+
+
+def _culprit(work: Work) -> str:
+    """The part of the work that cannot be pickled."""
+    named = [
+        (f"transform {i}, {type(transform).__name__},", transform)
+        for part in work.parts for i, transform in enumerate(part.dataset.transform.flatten().transforms)
+    ]  # fmt: skip
+    named += [("collate_fn", work.collate), *(("the dataset's data", part.dataset.data) for part in work.parts)]
+    for name, value in named:
+        try:
+            _dumps(value)
+        except Exception:
+            return name
+    return "the dataset"
+
+
+def _mark(work: Work) -> bytes | None:
+    """Bytes that differ if the work does, but for the states of generators; None if there are none."""
+    file = io.BytesIO()
+    try:
+        _Marker(file).dump(work)
+    except Exception:
+        return None
+    return file.getvalue()
+
+
+class _Marker(pickle.Pickler):
+    """Leaves out random states: they are seeded for every item."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (str, (type(value).__name__,)) if is_generator(value) else NotImplemented

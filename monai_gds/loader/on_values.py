@@ -1,0 +1,166 @@
+"""Batches that worker processes make on values: they load items, run the random transforms and collate.
+
+    places and positions of the next batch ──▶ worker: seed, load, transform, collate, pack ──▶ unpack, in order
+                                                  │                                               ▲
+                                                  └───────────── arena (shared memory) ───────────┘
+
+Used where values are what costs: on a CPU target, and without programs. Two batches per worker are under way. Before
+each item, everything that its random transforms draw from is seeded with the epoch's seed and the item's position in
+the epoch, so batches do not depend on which worker makes them, nor on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from monai.transforms.utils import reset_ops_id
+
+from monai_gds.base.stages import Watch, enter
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.loader.crew import Crew, Drawn, Running
+from monai_gds.loader.shared_memory import Arena, Packed, unpack
+from monai_gds.loader.worker import BatchTask, Work
+from monai_gds.pipeline.randomness import seed_transforms
+from monai_gds.pipeline.settings import capture_all
+from monai_gds.pipeline.split import Split
+from monai_gds.pipeline.words import naming
+
+
+def work_on_values(
+    parts: Sequence[GDSDataset], device: torch.device, collate: Callable[[list[Any]], Any]
+) -> tuple[Work, list[int]]:
+    """What workers do, and how many random transforms they run for each dataset.
+
+    Raises:
+        ValueError: ``compression`` names a codec for GPUs.
+    """
+    views = [part.session.for_worker(loads="values") for part in parts]
+    done = [len(view.split().steps()) for view in views]
+    whole = done == [len(part.session.split().steps()) for part in parts]
+    return Work(views, collate if whole else None, device, capture_all()), done
+
+
+class _Batch(NamedTuple):
+    """A batch that a worker is making."""
+
+    drawn: Drawn
+    running: Running
+    arena: Arena | None
+
+
+class WorkerBatches:
+    """The batches of one epoch, in order. Belongs to the loader's thread, but for :meth:`close`.
+
+    Args:
+        crew: the processes, which have begun this epoch.
+        parts: the datasets.
+        splits: their pipelines, whose random halves are this loop's own.
+        done: how many random transforms workers run, for each dataset.
+        device: where batches go.
+        batches: what to make.
+        watch: adds up what workers measure.
+        idle: where the processes are left for the next epoch.
+
+    Attributes:
+        whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
+    """
+
+    finished, plain = (0, 0), False
+
+    def __init__(
+        self, crew: Crew, parts: Sequence[GDSDataset], splits: Sequence[Split], done: Sequence[int],
+        device: torch.device, batches: Iterable[Drawn], watch: Watch | None, idle: list[Crew],
+    ) -> None:  # fmt: skip
+        self._crew, self._parts, self._splits, self._done = crew, parts, splits, done
+        self._device, self._batches, self._watch, self._idle = device, iter(batches), watch, idle
+        self.whole = all(len(split.steps()) == n for split, n in zip(splits, done, strict=True))
+        self._under_way: deque[_Batch] = deque()
+        self._error: Exception | None = None  # raised after the batches under way
+        self._complete = False
+
+    def taken(self, finished: tuple[int, int]) -> None:
+        """Does nothing, unlike that of ReadAhead: the number of batches bounds what is under way."""
+
+    def next_batch(self) -> Any:
+        """The next batch, or its items if some transforms are left to this process; None if there is none."""
+        while len(self._under_way) < self._crew.order.ahead and self._submit():
+            pass
+        if not self._under_way:
+            if self._error is not None:
+                raise self._error
+            self._complete = True
+            return None
+        drawn, running, arena = self._under_way.popleft()
+        packed = self._crew.result(running, self._watch)
+        if packed is None:  # the loop was left
+            return None
+        enter("collating")
+        batch = self._unpacked(packed, arena)
+        return batch if self.whole else [self._finished(drawn, i, item) for i, item in enumerate(batch)]
+
+    def close(self) -> None:
+        """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
+        self._crew.leave()
+
+    def end(self) -> None:
+        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
+        if self._complete:
+            self._idle.append(self._crew)
+        else:
+            self._crew.close()
+
+    def _submit(self) -> bool:
+        """Hands the next batch to the workers; False if there is none, or if drawing it failed."""
+        try:
+            drawn = next(self._batches, None)
+        except Exception as e:  # of the user's sampler, or an index that does not exist
+            self._error, self._batches = e, iter(())
+            return False
+        if drawn is None:
+            return False
+        arenas = self._crew.arenas
+        arena = arenas.take()
+        items = [(self._parts.index(dataset), index) for dataset, index in drawn.places]
+        place = None if arena is None else arena.place
+        task = BatchTask(items, drawn.seed, drawn.first, place, arenas.numbers, self._watch is not None)
+        self._under_way.append(_Batch(drawn, self._crew.submit(task), arena))
+        return True
+
+    def _unpacked(self, packed: Packed, arena: Arena | None) -> Any:
+        """A worker's batch, unpacked on the device."""
+        arenas = self._crew.arenas
+        arenas.note(packed)
+        if arena is None or packed.loose is not None or not packed.spans:
+            if arena is not None:
+                arenas.give_back(arena)
+            return unpack(packed, None, self._copied)
+        if self._device.type == "cpu":
+            memory = arena.shared(packed.nbytes, partial(arenas.give_back, arena))
+            return unpack(packed, memory, lambda buffer, moves: buffer)
+        arena.pin(packed.nbytes)
+        batch = unpack(packed, arena.memory, self._copied)
+        arenas.give_back(arena, torch.cuda.current_stream(self._device).record_event())
+        return batch
+
+    def _copied(self, buffer: np.ndarray, moves: bool) -> Any:
+        """Copies a buffer to separate memory."""
+        if not moves:
+            return buffer.copy()
+        found = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device)
+        return found.copy_(torch.from_numpy(buffer), non_blocking=True)
+
+    def _finished(self, drawn: Drawn, number: int, item: Any) -> Any:
+        """An item of a batch, after the transforms that workers leave to this process."""
+        dataset, index = drawn.places[number]
+        part = self._parts.index(dataset)
+        split, done = self._splits[part], self._done[part]
+        with naming(index, dataset.data[index]):
+            seed_transforms(split.steps(), drawn.seed, drawn.first + number)
+            item = split.after(item, done)
+        reset_ops_id(item)  # the user's own transforms must be able to invert the item
+        return item
