@@ -13,13 +13,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from monai.transforms import Randomizable
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base import stages
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Begun, Session
 from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
-from monai_gds.pipeline.randomness import GLOBAL, put_back, seed_everything, seed_transforms, slots, states_at
+from monai_gds.pipeline.randomness import GLOBAL, put_back, seed_everything, seed_transforms, slots, state_of, states_at
 from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
@@ -96,14 +97,18 @@ def draw(
         return Answer(saved)
     split = session.split()
     seed_everything(split.steps(), *seed)
-    before = states_at(GLOBAL)
+    before = _states_of_process()
     stages.enter("random transforms", "recording")
     try:
         (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses)
     except _RecordGone:
         return Answer(saved)
     later = states_at(_slots_after(split, 0 if program is None else program.done))
-    return Answer(saved, key.digest, program, refused, later, states_at(GLOBAL) != before, plain)
+    return Answer(saved, key.digest, program, refused, later, _states_of_process() != before, plain)
+
+
+def _states_of_process() -> Any:
+    return states_at(GLOBAL), state_of(Randomizable.R)
 
 
 def _recorded(
@@ -259,13 +264,15 @@ class Programmed:
         self.plain = self._answer.plain
         if self._trust.is_due(program) and not self._answer.drew_globally:
             self.plain = False
-            item = self._trust.compared(item, program, self._split.steps(), self._eagerly, self._again)
+            with suppress(_RecordGone):
+                item = self._trust.compared(item, program, self._split.steps(), self._eagerly, self._again)
         return item, program.done
 
     def _rest(self, item: Any, done: int) -> Any:
         """Runs the transforms after the first ``done``."""
         split = self._split
         if done < len(split.steps()):
+            self.plain = False
             seed_transforms(split.steps(), *self._seed)
             if done:
                 put_back(_slots_after(split, done), self._answer.states or {})
@@ -283,6 +290,8 @@ class Programmed:
         """The item after the first ``count`` transforms, which run on its voxels."""
         seed_transforms(self._split.steps(), *self._seed)
         item = self._session.read(self._index)
+        if item is None:
+            raise _RecordGone
         for step in self._split.steps()[:count]:
             item = self._split.step(step, item)
         return item

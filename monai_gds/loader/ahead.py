@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
@@ -22,6 +23,7 @@ from monai_gds.errors import CacheWarning
 from monai_gds.loader.crew import Crew, Drawn, Running
 from monai_gds.loader.worker import ItemTask
 from monai_gds.pipeline.split import Split
+from monai_gds.pipeline.words import naming
 from monai_gds.programs.trust import Trust
 
 T = TypeVar("T")
@@ -51,7 +53,7 @@ class Programs:
         idle: list[Crew], foresee: Callable[[], Iterable[Drawn]],
     ) -> None:  # fmt: skip
         self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
-        self._foresee = foresee
+        self._foresee, self._news = foresee, crew.news
         self._parts = list(loops)
         #: How many items are drawn ahead of those that are read.
         self.window = 2 * crew.order.num_workers
@@ -62,10 +64,10 @@ class Programs:
 
     def go_on(self) -> None:
         """Has workers begin with the next epoch, since all of this one is ordered."""
-        places = (
-            (*place, (batch.seed, batch.first + i)) for batch in self._foresee() for i, place in enumerate(batch.places)
-        )
-        self._crew.go_on(self._task(*place) for place in islice(places, self.window))
+        with suppress(Exception):  # of the user's sampler: it comes again with that epoch
+            batches = self._foresee()
+            items = ((*place, seed) for one in batches for place, seed in zip(one.places, one.seeds, strict=True))
+            self._crew.go_on([self._task(*item) for item in islice(items, self.window)])
 
     def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
         part = self._parts.index(dataset)
@@ -100,7 +102,7 @@ class Programs:
 
     def close(self) -> None:
         """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
-        self._crew.leave()
+        self._news.put(None)
 
     def end(self, complete: bool) -> None:
         """Ends the processes, unless the epoch is complete: then they wait for the next one."""
@@ -313,8 +315,10 @@ class ReadAhead:
     def _begun_by_program(self, programs: Programs, upcoming: _Upcoming) -> Programmed | Exception:
         if upcoming.running is None:  # reads were given up, or it is drawn just now
             upcoming.running = programs.order(upcoming.dataset, upcoming.index, upcoming.seed)
+        dataset, index = upcoming.dataset, upcoming.index
         try:
-            return programs.begin(upcoming.dataset, upcoming.index, upcoming.seed, upcoming.running)
+            with naming(index, dataset.data[index]):
+                return programs.begin(dataset, index, upcoming.seed, upcoming.running)
         except LoopLeft:
             raise
         except Exception as e:

@@ -8,7 +8,7 @@ its seed alone. If that happens again in the same epoch, the error is raised.
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
 import pickle
 import queue
@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,8 @@ class Crew:
         self._generation = 0
         self._lost = False  # whether one was killed in this epoch
         self._ahead: dict[tuple[int, int, Seed], Running] = {}  # items of the next epoch, as far as it is foreseen
-        self._news: queue.SimpleQueue[object] = queue.SimpleQueue()  # an answer came, or the loop was left
+        #: Where answers of this epoch are told, and that its loop was left. Another epoch has another one.
+        self.news: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._workers = self._start()
 
     def begin(self, order: Order, work: Work) -> bool:
@@ -118,11 +120,14 @@ class Crew:
         mark = _mark(work)
         if self.order != order or mark is None or self._workers.broken or self._process != os.getpid():
             return False
-        self._lost, self._news = False, queue.SimpleQueue()
+        self._lost, self.news = False, queue.SimpleQueue()
         if mark != self._mark:
+            try:
+                pickled = pickled_work(work)
+            except ValueError:  # forked processes have it without that
+                return False
             self._ahead, self._splits = {}, None
             self._work, self._mark = work, mark
-            pickled = pickled_work(work)
             self._memory = Arena(len(pickled))
             self._memory.memory[:] = bytearray(pickled)
         return True
@@ -151,9 +156,9 @@ class Crew:
         enter("waiting for workers")
         while True:
             if not running.answer.done():
-                running.answer.add_done_callback(self._news.put)
+                running.answer.add_done_callback(self.news.put)
                 while not running.answer.done():
-                    if self._news.get() is None:
+                    if self.news.get() is None:
                         return None
             try:
                 found, measurements = running.answer.result()
@@ -168,10 +173,6 @@ class Crew:
             if measurements is not None and watch is not None:
                 watch.add(measurements)
             return found
-
-    def leave(self) -> None:
-        """Wakes the thread that waits, since the loop was left. May be called in any thread, by the collector too."""
-        self._news.put(None)
 
     def close(self) -> None:
         """Ends the processes at once, and removes what they leave half-written."""
@@ -240,17 +241,35 @@ def _culprit(work: Work) -> str:
 
 
 def _mark(work: Work) -> bytes | None:
-    """Bytes that differ if the work does, but for the states of generators; None if there are none."""
-    file = io.BytesIO()
+    """A digest that differs if the work does, but for the states of generators; None if there is none."""
+    digest = _Digest()
     try:
-        _Marker(file).dump(work)
+        _Marker(digest).dump(work)
     except Exception:
         return None
-    return file.getvalue()
+    return digest.of.digest()
+
+
+class _Digest:
+    """A file of which only the digest is kept: data in memory may be large."""
+
+    def __init__(self) -> None:
+        self.of = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.of.update(data)
+        return len(data)
 
 
 class _Marker(pickle.Pickler):
-    """Leaves out random states: they are seeded for every item."""
+    """Leaves out random states, which are seeded for every item, and takes functions that cannot be pickled apart."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (str, (type(value).__name__,)) if is_generator(value) else NotImplemented
+        if is_generator(value):
+            return str, (type(value).__name__,)
+        if isinstance(value, FunctionType) and "<" in value.__qualname__:
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return tuple, ((value.__code__, value.__defaults__, cells),)
+        if isinstance(value, CodeType):
+            return tuple, ((value.co_code, value.co_consts, value.co_names),)
+        return NotImplemented

@@ -91,7 +91,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     with the epoch's seed and the item's position in the epoch. The epoch's seed comes from torch's generator, or the
     loader's ``generator``. The processes are forked, as torch's are, also where CUDA is initialised, which they never
     use; ``multiprocessing_context`` names another way, for which the dataset must be picklable. They stay for the next
-    epoch, and end with a loop that is left early. One that is killed is replaced once in an epoch. Arguments for
+    epoch, where they see what has changed in the dataset, its transforms and the settings, but not in modules and
+    classes. They end with a loop that is left early. One that is killed is replaced once in an epoch. Arguments for
     torch's own workers (``worker_init_fn``, ``timeout``, ``prefetch_factor``, ``persistent_workers``) have no effect.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
@@ -242,7 +243,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         """Whether worker processes record programs."""
         parts = [part.session for part in gds_datasets(self.dataset)]
         wanted = self.programs == "check" or (self.programs == "auto" and device.type == "cuda")
-        return wanted and bool(self.num_workers) and all(part.caches and not part.own_end for part in parts)
+        # Of a lazy pipeline the last operations are applied after all transforms.
+        able = all(part.caches and not part.own_end and part.split().compose.lazy is False for part in parts)
+        return wanted and bool(self.num_workers) and able
 
     def crew(self, work: Work) -> Crew:
         """The processes for an epoch: those of the last one, if they can do this work."""
@@ -503,6 +506,7 @@ def _produce(
     plain: bool,
 ) -> None:
     """The loader's thread. ``plain``: whether batches are made of items by our own function."""
+    ended = False
     for loop in loops.values():
         loop.enter()
 
@@ -524,6 +528,9 @@ def _produce(
                     break
                 del batch  # the consumer alone keeps it
         _end(loops)  # before the consumer knows, who may begin another
+        if not hand_over.stopped:
+            ahead.end()
+            ended = True
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")
@@ -532,7 +539,8 @@ def _produce(
     except BaseException as e:
         fail(e)
     finally:
-        ahead.end()
+        if not ended:
+            ahead.end()
 
 
 def _stop(

@@ -22,6 +22,7 @@ from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base.stages import Watch, enter
 from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.errors import WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
 from monai_gds.loader.shared_memory import Arena, Packed, unpack
 from monai_gds.loader.worker import BatchTask, Work
@@ -77,6 +78,7 @@ class WorkerBatches:
         device: torch.device, batches: Iterable[Drawn], watch: Watch | None, idle: list[Crew],
     ) -> None:  # fmt: skip
         self._crew, self._parts, self._splits, self._done = crew, parts, splits, done
+        self._news = crew.news
         self._device, self._batches, self._watch, self._idle = device, iter(batches), watch, idle
         self.whole = all(len(split.steps()) == n for split, n in zip(splits, done, strict=True))
         self._under_way: deque[_Batch] = deque()
@@ -96,7 +98,11 @@ class WorkerBatches:
             self._complete = True
             return None
         drawn, running, arena = self._under_way.popleft()
-        packed = self._crew.result(running, self._watch)
+        try:
+            packed = self._crew.result(running, self._watch)
+        except WorkerDied as e:
+            e.add_note(f"monai_gds: while making a batch of the items {[index for _, index in drawn.places]}")
+            raise
         if packed is None:  # the loop was left
             return None
         enter("collating")
@@ -105,7 +111,7 @@ class WorkerBatches:
 
     def close(self) -> None:
         """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
-        self._crew.leave()
+        self._news.put(None)
 
     def end(self) -> None:
         """Ends the processes, unless the epoch is complete: then they wait for the next one."""

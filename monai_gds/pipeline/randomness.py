@@ -28,7 +28,7 @@ from monai_gds.pipeline.parts import TRANSFORMS, is_a, named_members, parts
 _GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
 #: What :func:`seed_transforms` seeds.
-_SEEDED = (Randomizable, np.random.Generator, torch.Generator, random.Random)
+_SEEDED = (Randomizable, np.random.RandomState, np.random.Generator, torch.Generator, random.Random)
 
 #: Bytes of an MT19937 generator in memory: 624 words, and these with the position among them.
 _KEY, _ALL = 4 * 624, 4 * 624 + 4
@@ -177,8 +177,9 @@ def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
 
 
 def seed_everything(transforms: Iterable[Callable[..., Any]], *seed: int) -> None:
-    """As :func:`seed_transforms`, and seeds the generators of Python, of NumPy, and of torch on the CPU."""
-    for_python, for_numpy, for_torch = _words(3, *seed, 0)
+    """As :func:`seed_transforms`, and seeds those of Python, NumPy and torch's CPU, and that of unseeded transforms."""
+    for_python, for_numpy, for_torch, for_monai = _words(4, *seed, 0)
+    Randomizable.R.seed(for_monai)  # which transforms draw from that others make as they run
     random.seed(for_python)
     np.random.seed(for_numpy)
     torch.default_generator.manual_seed(for_torch)  # torch.manual_seed seeds CUDA too
@@ -192,6 +193,8 @@ def seed_transforms(transforms: Iterable[Callable[..., Any]], *seed: int) -> Non
     Generators of other kinds stay, and are seeded.
     """
     found = {id(part): part for transform in transforms for part in parts(transform) if is_a(type(part), _SEEDED)}
+    of_monai = {id(part.R) for part in found.values() if isinstance(part, Randomizable)}
+    found = {key: part for key, part in found.items() if key not in of_monai}
     seen: set[int] = set()
     for part, word in zip(found.values(), _words(len(found), *seed), strict=True):
         if isinstance(part, Randomizable):

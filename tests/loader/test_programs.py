@@ -69,6 +69,24 @@ def sharing() -> list[Any]:
     return [*crops(), Shared(generator, False), Shared(generator, True)]
 
 
+class OwnState(mt.RandomizableTransform):
+    """Draws from a RandomState of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.RandomState()
+
+    def __call__(self, data: Any) -> Any:
+        return {**data, "image": data["image"] + self.rng.rand()}
+
+
+class Inner(mt.RandomizableTransform):
+    """Draws by a transform that it makes as it runs."""
+
+    def __call__(self, data: Any) -> Any:
+        return {**data, "image": mt.RandScaleIntensity(0.5, prob=1.0)(data["image"])}
+
+
 class GoesByValues(mt.RandomizableTransform):
     """Asks for a value of the volume."""
 
@@ -121,6 +139,7 @@ PIPELINES: dict[str, Callable[[], list[Any]]] = {
     "values": lambda: [*crops(), GoesByValues(), mt.RandFlipd(KEYS, prob=0.5)],
     "nothing random": list,
     "a shared generator": sharing,
+    "a generator of its own": lambda: [*crops(), OwnState()],
     "nested": lambda: [
         mt.Compose(crops()),
         mt.OneOf([mt.RandFlipd("image", 1.0), mt.RandAdjustContrastd("image", 1.0)]),
@@ -232,9 +251,10 @@ def test_what_cannot_be_recorded_is_named(make: Make) -> None:
 def test_what_draws_from_generators_of_the_process_is_by_place_too(make: Make) -> None:
     """In workers. The generators of this process are not touched."""
     before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    first = epochs(make(*crops(), DrawsGlobally()), 2)
-    second = epochs(make(*crops(), DrawsGlobally()), 1)
-    assert_same(first, second)
+    for draws in (DrawsGlobally, Inner):
+        first = epochs(make(*crops(), draws()), 2)
+        assert_same(first, epochs(make(*crops(), draws()), 1))
+        assert not np.array_equal(first[0][0]["image"].cpu(), first[1][0]["image"].cpu())
     set_determinism(None)
     assert before[0] is not None
 
@@ -299,6 +319,37 @@ def test_an_epoch_goes_on_where_it_was_in_another_loader(make: Make, taken: int)
     assert_same([found + list(again), list(again)], expected)
 
 
+def test_a_lazy_pipeline_applies_its_last_operations(make: Make, target: str) -> None:
+    def lazily() -> GDSDataset:
+        dataset = make()
+        random = [mt.RandFlipd(KEYS, prob=0.5), mt.RandRotated(KEYS, 0.3, prob=1.0)]
+        dataset.transform = mt.Compose([Volume(), *random], lazy=True)
+        return dataset
+
+    assert_same(epochs(lazily(), 2, programs="check"), epochs(lazily(), 1, programs="off"))
+
+
+def test_an_old_loop_that_is_dropped_does_not_end_the_next_one(make: Make) -> None:
+    """It has given all of its batches, though nobody asked for one more."""
+    for programs in ("check", "off"):
+        loader = load(make(*crops()), 2, programs=programs)
+        old = iter(loader)
+        for _ in range(COUNT // 2):
+            next(old)
+        loop = iter(loader)
+        next(loop)
+        del old
+        gc.collect()
+        assert len(list(loop)) == COUNT // 2 - 1
+
+
+def test_large_data_in_memory_are_not_kept_twice(make: Make) -> None:
+    dataset = make(*crops())
+    loader = load(dataset, 1)
+    list(loader)
+    assert len(crew_of(loader)._mark or b"") < 100
+
+
 def test_a_state_of_a_loader_without_workers_is_not_taken_silently(make: Make) -> None:
     state = GDSDataLoader(make(*crops()), batch_size=2).state_dict()
     with pytest.warns(UserWarning, match="a loader without workers"):
@@ -310,6 +361,11 @@ def test_a_pipeline_that_cannot_be_pickled_is_forked(make: Make, monkeypatch: py
     lock = threading.Lock()
     dataset = make(mt.RandFlipd("image", prob=0.5), mt.RandLambdad("image", func=lambda x: x if lock else x + 1))
     assert_same(epochs(dataset, 2), epochs(dataset, 1))
+    loader = load(make(mt.RandLambdad("image", func=lambda x: x + 1)), 1)
+    list(loader)
+    before = crew_of(loader)
+    list(loader)
+    assert crew_of(loader) is before, "nothing changed"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,8 +378,9 @@ def test_a_killed_worker_is_replaced_once(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "once").read_text() >= "xx"
     loop = iter(load(make(Odd("die", tmp_path / "die"), *crops()), 2))
     next(loop)
-    with pytest.raises(WorkerDied, match="was killed"):
+    with pytest.raises(WorkerDied, match="was killed") as died:
         next(loop)
+    assert any("item 3" in note for note in died.value.__notes__)
 
 
 def test_an_error_of_a_transform_is_the_eager_one_and_names_the_item(make: Make, tmp_path: Path) -> None:
