@@ -3,7 +3,8 @@
 Used by the loader. In a worker, :func:`draw` computes and saves an item that is not cached, seeds its random
 transforms, and records what they would do to the tensors on the target. Here, :class:`Programmed` reads the boxes that
 the program touches, replays it, and runs the transforms that could not be recorded. What cannot be replayed is run
-eagerly, with the same seeds, so an item does not depend on which way it was made.
+eagerly, with the same seeds, so an item does not depend on which way it was made, unless a transform draws from a
+generator of the whole process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.indices import standing_in
-from monai_gds.programs.program import Program
+from monai_gds.programs.program import Asked, Guess, Program
 from monai_gds.programs.recorder import Recorded, Recorder, Refusal
 from monai_gds.programs.replay import GuardFailed, replay
 from monai_gds.programs.trust import Trust
@@ -33,9 +34,6 @@ from monai_gds.records.pending import PendingItem, Volumes
 
 #: Seeds of an item: that of its epoch, and its position there.
 Seed = tuple[int, int]
-
-#: What bools that transforms ask for were found to be, by transform and number.
-Guesses = Mapping[tuple[int, int], bool]
 
 
 class Answer(NamedTuple):
@@ -65,12 +63,7 @@ class Answer(NamedTuple):
 
 
 def draw(
-    session: Session,
-    index: int,
-    seed: Seed,
-    target: torch.device,
-    most: int | None,
-    guesses: Guesses,
+    session: Session, index: int, seed: Seed, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
 ) -> Answer:
     """Makes the record of an item if it has none, and records its random transforms.
 
@@ -112,7 +105,7 @@ def _states_of_process() -> Any:
 
 
 def _recorded(
-    split: Split, lazy: PendingItem, item: Any, target: torch.device, most: int | None, guesses: Guesses
+    split: Split, lazy: PendingItem, item: Any, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
 ) -> tuple[Recorded, bool]:
     """What the transforms do, and whether the last one left no tensor of the target in metadata."""
     recorder, steps = Recorder(lazy.later, target, guesses), split.steps()
@@ -194,9 +187,7 @@ class Programmed:
         "_answer", "_index", "_lazy", "_seed", "_session", "_split", "_trust", "_values", "_volumes", "_whole", "plain",
     )  # fmt: skip
 
-    def __init__(
-        self, session: Session, split: Split, index: int, answer: Answer, seed: Seed, trust: Trust
-    ) -> None:  # fmt: skip
+    def __init__(self, session: Session, split: Split, index: int, answer: Answer, seed: Seed, trust: Trust) -> None:
         self._session, self._split, self._index = session, split, index
         self._answer, self._seed, self._trust = answer, seed, trust
         self.plain = False

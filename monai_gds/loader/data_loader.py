@@ -59,6 +59,7 @@ from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.settings import capture_all
+from monai_gds.pipeline.split import Split
 from monai_gds.programs.trust import Trust
 
 #: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
@@ -160,7 +161,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.programs: _Programs = programs
         #: Processes of the last epoch, for the next.
         self.idle: list[Crew] = []
-        self._trusts: dict[Any, Trust] = {}  # by pipeline
+        self._trusts: weakref.WeakKeyDictionary[Split, Trust] = weakref.WeakKeyDictionary()  # by pipeline
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last
         self._loaded: Mapping[str, Any] | None = None  # the state from which the next loop continues
@@ -213,10 +214,11 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
-        return {**self.__dict__, "idle": [], "_trusts": {}, "_place": None, "_epoch": None}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_trusts"}
+        return {**kept, "idle": [], "_place": None, "_epoch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())
         weakref.finalize(self, _close_all, self.idle)
 
     def _begin(self, epoch: MeasuredEpoch | None) -> Iterator[Any]:
@@ -260,14 +262,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def trust(self, part: GDSDataset) -> Trust:
         """What is known of the programs of a dataset."""
-        split = part.session.split()
-        if split not in self._trusts:
-            self._trusts = {kept: trust for kept, trust in self._trusts.items() if kept in self._splits()}
-            self._trusts[split] = Trust(self.programs == "check")
-        return self._trusts[split]
-
-    def _splits(self) -> list[Any]:
-        return [part.session.split() for part in gds_datasets(self.dataset)]
+        return self._trusts.setdefault(part.session.split(), Trust(self.programs == "check"))
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""

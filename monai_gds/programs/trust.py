@@ -71,10 +71,10 @@ class Trust:
 
         Args:
             item: what the program gave.
-            program: it.
+            program: the program.
             steps: the random transforms.
             eagerly: makes the item after a number of transforms, eagerly.
-            again: makes it by a program of only so many.
+            again: makes the item after a number of transforms, by a program of only these.
         """
         expected = eagerly(program.done)
         if same(item, expected):
@@ -103,7 +103,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return _same_tensors(a, b) and _same(_attributes(a), _attributes(b))
+        return _same_tensors(a, b) and _same(vars(a), vars(b))
     if isinstance(a, np.ndarray):
         equal = a.dtype == b.dtype and a.shape == b.shape and (a.dtype.hasobject or a.tobytes() == b.tobytes())
         return equal
@@ -128,7 +128,3 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         one, other = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
         equal: bool = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         return equal
-
-
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    return {name: value for name, value in vars(tensor).items() if name != "_is_batch"}

@@ -23,6 +23,7 @@ from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.dataset import programmed
 from monai_gds.loader.crew import Crew
 from monai_gds.loader.next_epoch import foreseen
+from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
 from monai_gds.programs.recorder import Recorded
 from tests.fresh import printed_by
 from tests.same import assert_same
@@ -250,13 +251,17 @@ def test_what_cannot_be_recorded_is_named(make: Make) -> None:
 
 def test_what_draws_from_generators_of_the_process_is_by_place_too(make: Make) -> None:
     """In workers. The generators of this process are not touched."""
-    before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     for draws in (DrawsGlobally, Inner):
         first = epochs(make(*crops(), draws()), 2)
         assert_same(first, epochs(make(*crops(), draws()), 1))
         assert not np.array_equal(first[0][0]["image"].cpu(), first[1][0]["image"].cpu())
-    set_determinism(None)
-    assert before[0] is not None
+        before = process_states()
+        list(load(make(*crops(), draws()), generator=torch.Generator()))
+        assert process_states() == before
+
+
+def process_states() -> Any:
+    return states_at(GLOBAL), state_of(mt.Randomizable.R)
 
 
 def test_the_users_transforms_invert_what_programs_did(make: Make) -> None:
