@@ -169,7 +169,7 @@ def test_an_item_is_leased_until_its_record_is_there(tmp_path: Path, monkeypatch
         rename(*paths, **more)
 
     monkeypatch.setattr(os, "rename", slow)
-    _ = dataset[0]
+    dataset.__getitems__([0])
     assert publishing.wait(20)
     assert Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))
     assert dataset.session.save(0).how == "busy"

@@ -40,12 +40,13 @@ class _Pipeline:
 class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     """Caches the results of the deterministic transforms and returns them as tensors on the target device.
 
-    An item is computed once, up to the first random transform, and saved as one record in the background (see
-    :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
-    equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
-    on cached items. On a CPU target tensors and arrays are private mappings of the record (see ``mmap``): a crop reads
-    only the pages it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.)
-    Arrays inside metadata keep their type and stay on the CPU, and string arrays stay NumPy.
+    An item is computed once, up to the first random transform, and saved as one record: in the background of a loader
+    (see :meth:`flush`), or before ``dataset[i]`` returns. Every later access reads the record straight to ``device``
+    and runs the random transforms. A hit equals a miss in tree, types, dtypes, shapes, values, metadata, applied
+    operations and device, so ``Invert`` works on cached items. On a CPU target tensors and arrays are private mappings
+    of the record (see ``mmap``): a crop reads only the pages it needs, and an in-place transform never changes the
+    file. (``resize_`` cannot grow such a tensor.) Arrays inside metadata keep their type and stay on the CPU, and
+    string arrays stay NumPy.
 
     Where crops come first among the random transforms and a record is in tiles (see ``compression``), the crops are
     drawn before anything is read, and only the tiles that they touch are read. Items and random states stay the same.

@@ -7,6 +7,7 @@ the methods that a subclass may override.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -230,12 +231,14 @@ class Session(NamedTuple):
         started = cache.start(digests, "rest" if draws else "all")
         # An item without draws needs a turn only if later items are begun before it is finished.
         is_whole = alone and started[0] is not None and not started[0].later
+        # A caller in the foreground may remove the folder next. Daemon threads are those of loaders.
+        behind = runtime.may_write_later() and (not alone or threading.current_thread().daemon)
         queue = runtime.queue(split, self.target()) if draws and not is_whole else None
         found: list[Begun] = []
         for item, index, key, one in zip(items, indices, keys, started, strict=True):
             pending, lazy = (None, one) if one is not None and one.later else (one, None)
             turn = None if queue is None else Turn(queue, lazy, item)
-            found.append(Begun(self, item, index, cache, key, pending, turn))
+            found.append(Begun(self, item, index, cache, key, pending, turn, behind))
         if queue is not None:
             queue.begin([begun.turn for begun in found if begun.turn is not None])
         return found
@@ -248,10 +251,10 @@ class Session(NamedTuple):
         assert hidden is not None, "it is made with the keys"
         return ItemMaker(self.dataset._pre_transform, self.target(), _form(self), bits, self.runtime.misses, hidden)
 
-    def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:
-        """An item without a record, up to its random transforms; it is computed and saved."""
+    def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any, behind: bool) -> Any:
+        """An item without a record, up to its random transforms; it is computed and saved, perhaps ``behind``."""
         options = self.settings.options
-        behind = self.runtime.may_write_later() and not options.durable
+        behind = behind and not options.durable
         maker = RecordMaker(self.items(), self.keys(), cache)
         try:
             under = computing(self.keys().differences(), self.settings.asked_by)
@@ -383,13 +386,14 @@ class Begun:
         turn: its place in the queue of draws; None if nothing is drawn ahead.
     """
 
-    __slots__ = ("_arrived", "_cache", "_index", "_item", "_key", "_pending", "_session", "turn")
+    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "turn")
 
     def __init__(
         self, session: Session, item: Any, index: Any,
         cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
-        turn: Turn | None = None,
+        turn: Turn | None = None, behind: bool = True,
     ) -> None:  # fmt: skip
+        self._behind = behind  # whether what is written for it may be written in the background
         self._session, self._item, self._index = session, item, index
         self._cache, self._key, self._pending, self.turn = cache, key, pending, turn
         self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
@@ -419,8 +423,8 @@ class Begun:
         turn, drawn = self.turn, None
         if turn is not None and turn.queue.of is self._session.split():
             drawn = turn.queue.take(turn)
-        if drawn is not None:
-            self._session.runtime.misses.hit()
+        if drawn is not None and self._cache is not None and self._key is not None:
+            self._hit(self._cache, self._key)
         self._arrived = (self.finish(), 0) if drawn is None else drawn
 
     def end(self) -> Any:
@@ -456,9 +460,14 @@ class Begun:
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
         found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
         if found is None:
-            return self._session.fill(cache, key, self._item, self._index)
-        self._session.runtime.misses.hit()
+            return self._session.fill(cache, key, self._item, self._index, self._behind)
+        self._hit(cache, key)
         return found[0]
+
+    def _hit(self, cache: CacheDirectory, key: Key) -> None:
+        if not self._behind:
+            cache.settle(key.digest)
+        self._session.runtime.misses.hit()
 
 
 def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:

@@ -250,6 +250,9 @@ class CacheDirectory:
         finally:
             self._reader.forget(path)
 
+    def settle(self, digest: str) -> None:
+        """Waits until nothing is written any more that reading a record has begun."""
+
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
         """As :meth:`publish`, in the background. Waits only while the queue is full.
 

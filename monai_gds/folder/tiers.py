@@ -55,9 +55,15 @@ class TwoTiers(CacheDirectory):
             return
         with contextlib.suppress(OSError):  # deleted meanwhile, or lost by its server
             nbytes = os.stat(self.record_path(digest)).st_size
-            # under another name, so that nobody who reads the record waits for the copy
-            name = f"{self._near.record_path(digest)} from afar"
-            process_writer().offer(name, partial(self._copy_now, digest), nbytes)
+            process_writer().offer(self._name(digest), partial(self._copy_now, digest), nbytes)
+
+    def settle(self, digest: str) -> None:
+        """Waits until a record is copied, if it is being copied."""
+        process_writer().wait_for(self._name(digest))
+
+    def _name(self, digest: str) -> str:
+        """The name of a copy in the queue: not the record's, or all who read that would wait for the copy."""
+        return f"{self._near.record_path(digest)} from afar"
 
     def _copy_now(self, digest: str) -> None:
         lease = Leases(self._near.path).take(digest)

@@ -139,7 +139,8 @@ class Uses:
     def flush(self) -> None:
         """Writes what waits."""
         own = self._own()
-        _write(self._notes, own.waiting)
+        if lines := _taken(own.waiting):
+            self._notes.append(lines)
         own.written = time.monotonic()
 
     # Reading
@@ -185,19 +186,19 @@ class Uses:
 # Lines
 
 
-def _write(notes: Notes, waiting: set[str], more: bytes = b"") -> None:
-    """Writes the waiting digests, and ``more`` after them, and empties the set."""
+def _taken(waiting: set[str]) -> bytes:
+    """The line of the waiting digests, if there are any. Empties the set."""
     digests = []
     with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
         while True:
             digests.append(waiting.pop())
-    lines = (_line("read", "".join(digests)) if digests else b"") + more
-    if lines:
-        notes.append(lines)
+    return _line("read", "".join(digests)) if digests else b""
 
 
 def _end(notes: Notes, waiting: set[str], opened: set[str]) -> None:
-    _write(notes, waiting, _line("end") if opened else b"")
+    # The collector may end a dataset at any time, also while its folder is being removed.
+    if lines := _taken(waiting) + (_line("end") if opened else b""):
+        notes.append(lines, make=False)
 
 
 def _line(kind: str, what: str = "", seconds: float | None = None) -> bytes:

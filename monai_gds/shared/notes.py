@@ -27,7 +27,7 @@ from monai_gds.shared.temporary import ANY
 
 FOLDER = ".index"
 
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Notes:
@@ -56,15 +56,19 @@ class Notes:
         self._own = PerProcess(lambda: f"{mark()}.{kind}")
         self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
 
-    def append(self, notes: bytes) -> None:
+    def append(self, notes: bytes, make: bool = True) -> None:
         """Appends whole notes in one write to this process's file, if possible.
 
         The file is closed at once, so that others see the notes over NFS and no unmount has to wait.
+
+        Args:
+            notes: what is appended.
+            make: whether the file is made when it is missing. Somebody may be removing the directory.
         """
         with (
             contextlib.suppress(OSError),
-            self.folder(make=True) as folder,
-            opened(self._own(), _APPEND, self.file_mode, folder) as file,
+            self.folder(make) as folder,
+            opened(self._own(), _APPEND | os.O_CREAT if make else _APPEND, self.file_mode, folder) as file,
         ):
             before = os.fstat(file).st_size
             if not before:

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -1106,6 +1107,27 @@ def test_durable_and_not_give_the_same(make: Make, cache_dir: Path) -> None:
 # Saving behind the training
 
 
+def test_a_folder_may_go_once_items_are_returned(make: Make, cache_dir: Path, volumes: Any) -> None:
+    for _ in range(20):
+        dataset = make([*preprocessing(), mt.RandFlipd(KEYS)])
+        for index in (0, 1, 0):
+            dataset[index]
+        assert len(list(cache_dir.glob("*.safetensors"))) == 2
+        shutil.rmtree(cache_dir)
+    del dataset
+    assert not process_writer()._queue
+    assert not cache_dir.exists()
+
+
+def test_the_end_of_a_dataset_makes_nothing_in_a_folder_that_is_being_removed(make: Make, cache_dir: Path) -> None:
+    dataset = make()
+    dataset[0]
+    shutil.rmtree(cache_dir / ".index")
+    del dataset
+    gc.collect()
+    assert not (cache_dir / ".index").exists()
+
+
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is published before this event is set."""
@@ -1122,12 +1144,12 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     process_writer().flush()
 
 
-def test_a_miss_does_not_wait_for_the_disk_and_flush_does(
+def test_a_loader_does_not_wait_for_the_disk_and_flush_does(
     make: Make, cache_dir: Path, slow_disk: threading.Event
 ) -> None:
     dataset = make()
     with dataset:
-        items = [dataset[0], dataset[1]]
+        items = dataset.__getitems__([0, 1])
         assert list(cache_dir.glob("*.safetensors")) == []
         slow_disk.set()
     assert len(list(cache_dir.glob("*.safetensors"))) == 2
@@ -1136,7 +1158,7 @@ def test_a_miss_does_not_wait_for_the_disk_and_flush_does(
 
 def test_an_item_that_is_being_saved_is_not_computed_again(make: Make, slow_disk: threading.Event) -> None:
     steps = [Count(), *preprocessing(), Count()]
-    first = make(steps)[0]
+    (first,) = make(steps).__getitems__([0])
     threading.Timer(0.2, slow_disk.set).start()
     again = make(steps)[0]
     assert Count.calls == 2
@@ -1149,7 +1171,7 @@ def test_what_is_saved_is_what_the_deterministic_transforms_gave(make: Make, slo
             data[key].fill_(-1)
         return data
 
-    spoiled = make([*preprocessing(), spoil])[0]
+    (spoiled,) = make([*preprocessing(), spoil]).__getitems__([0])
     slow_disk.set()
     process_writer().flush()
     assert (spoiled["image"] == -1).all()
@@ -1169,7 +1191,7 @@ def slowly(*args):
     return publish(*args)
 CacheDirectory.publish = slowly
 dataset = GDSDataset([{"x": np.ones(9)}] , Compose([EnsureTyped("x")]), sys.argv[1], device="cpu")
-dataset[0]
+dataset.__getitems__([0])
 import os; print(len([n for n in os.listdir(sys.argv[1]) if n.endswith("safetensors")]))
 """,
         str(tmp_path / "cache"),
@@ -1190,7 +1212,7 @@ def test_a_full_disk_found_out_in_the_background_is_a_warning(make: Make, tmp_pa
     with mounted_tmpfs(tmp_path / "small", 64 << 10) as small:
         dataset = make(cache=small)
         with pytest.warns(CacheWarning, match="free some space"):
-            assert dataset[0]["image"].shape
+            assert dataset.__getitems__([0])
             dataset.flush()
         assert not any(small.glob(".tmp/*")), "nothing is half-written"
 

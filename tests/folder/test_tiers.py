@@ -116,6 +116,14 @@ def test_new_records_go_to_the_shared_directory(far: Path, near: Path) -> None:
     assert names(near) == names(far)
 
 
+def test_an_item_that_is_returned_is_copied(far: Path, near: Path) -> None:
+    filled(far)
+    made = dataset(far, near)
+    for i in range(len(made)):
+        made[i]
+        assert len(names(near)) == i + 1
+
+
 @pytest.mark.parametrize("loader", [GDSDataLoader, DataLoader])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loaders_copy_too(far: Path, near: Path, loader: Any, num_workers: int) -> None:
