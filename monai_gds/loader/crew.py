@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monai_gds import limits
 from monai_gds.base.stages import Measurements, Watch, enter
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
@@ -33,8 +32,8 @@ from monai_gds.loader.worker import BatchTask, ItemTask, Work, Worker
 from monai_gds.pipeline.randomness import is_generator
 from monai_gds.pipeline.split import Split
 
-#: Arenas beyond those of the batches under way: one is being unpacked, some wait, and the consumer has one or two.
-_DELIVERED = 3 + limits.BATCHES_WAITING
+#: Arenas beyond those of the batches that are under way or wait: one is being unpacked, the consumer has one or two.
+_DELIVERED = 3
 
 
 class Order(NamedTuple):
@@ -43,6 +42,7 @@ class Order(NamedTuple):
     num_workers: int
     context: Any
     ahead: int  # how many batches may be under way
+    waiting: int  # how many finished ones may wait for the consumer
     most_bytes: int  # of shared memory
 
 
@@ -102,7 +102,7 @@ class Crew:
 
     def __init__(self, order: Order, work: Work) -> None:
         self.order = order
-        self.arenas = Arenas(order.most_bytes, order.ahead + _DELIVERED)
+        self.arenas = Arenas(order.most_bytes, order.ahead + order.waiting + _DELIVERED)
         self._process = os.getpid()
         self._work, self._mark = work, _mark(work)
         self._splits: list[Split] | None = None

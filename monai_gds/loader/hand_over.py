@@ -31,7 +31,8 @@ class _Parcel(NamedTuple):
 class HandOver:
     """Hands batches from the loader's thread to the consumer.
 
-    Two may wait, so that the thread can be late for one of them: it shares the interpreter's lock with the training.
+    Two may wait by default, so that the thread can be late for one of them: it shares the interpreter's lock with the
+    training.
 
     On a CUDA device the thread works on its own stream, so a random transform that waits for a result does not
     wait for the training too. The consumer's stream waits for the batch, and the batch's memory is reused only after
@@ -45,6 +46,7 @@ class HandOver:
         on_taken: called with the ``mark`` of each batch that the consumer takes. Several consumers may call it at the
             same time, and in another order.
         on_left: called once the loop was left and the loader's thread makes no more batches.
+        waiting: how many finished batches may wait.
 
     Attributes:
         stopped: whether the loop was left.
@@ -53,10 +55,14 @@ class HandOver:
     """
 
     def __init__(
-        self, device: torch.device, on_taken: Callable[[Any], None], on_left: Callable[[], None] = lambda: None
+        self,
+        device: torch.device,
+        on_taken: Callable[[Any], None],
+        on_left: Callable[[], None] = lambda: None,
+        waiting: int = limits.BATCHES_WAITING,
     ) -> None:
         self.consumer = threading.get_ident()
-        self._device, self._on_taken, self._on_left = device, on_taken, [on_left]
+        self._device, self._on_taken, self._on_left, self._waiting = device, on_taken, [on_left], waiting
         self.stream = _loader_stream(device) if device.type == "cuda" else None
         if self.stream is not None:  # a transform may use what was made before the loop
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -86,7 +92,7 @@ class HandOver:
         if self.stream is not None:
             made = self.stream.record_event()
             tensors = [tensor for tensor in cuda_tensors(batch, plain) if tensor.device == self._device]
-        while len(self._parcels) >= limits.BATCHES_WAITING and not self.stopped:
+        while len(self._parcels) >= self._waiting and not self.stopped:
             self._room.wait()
         self._parcels.append(_Parcel(batch, mark, made, tensors))
         if self.stopped:  # perhaps just now, by a thread that found nothing to drop

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -154,29 +155,36 @@ class Later(Iterator[Any]):
 
     A trainer may begin a loop that it does not use, and tell the sampler of another its epoch after ``iter``. Of
     several threads that share a loop, one begins it. If there is an ``epoch``, the waiting for batches is measured.
+    Each batch is given ``times`` times.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], epoch: MeasuredEpoch | None = None) -> None:
-        self._begin, self._epoch = begin, epoch
+    def __init__(self, begin: Callable[[], Iterator[Any]], epoch: MeasuredEpoch | None = None, times: int = 1) -> None:
+        self._begin, self._epoch, self._times = begin, epoch, times
+        self._again: deque[Any] = deque()  # what is left of the repetitions
         self._batches: Iterator[Any] | None = None
         self._lock = threading.RLock()
 
     def __next__(self) -> Any:
+        with suppress(IndexError):
+            return self._again.popleft()
         try:
             with nullcontext() if self._epoch is None else self._epoch.consumer_waits():
                 if self._batches is None:
                     with self._lock:
                         if self._batches is None:
                             self._batches = self._begin()
-                return next(self._batches)
+                batch = next(self._batches)
         except KeyboardInterrupt:  # as in Epoch
             del self
             raise
+        self._again.extend([batch] * (self._times - 1))
+        return batch
 
     def close(self) -> None:
         """Leaves the loop and ends its thread: ``with contextlib.closing(iter(loader)) as batches: …``."""
         getattr(self._batches, "close", lambda: None)()
         self._batches = iter(())
+        self._again.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from monai_gds.dataset.programmed import draw
 from monai_gds.dataset.session import Begun, Session
 from monai_gds.folder.writer import process_writer
 from monai_gds.loader import ahead as read_ahead
-from monai_gds.loader import data_loader, hand_over, resume
+from monai_gds.loader import epoch as pass_over
+from monai_gds.loader import hand_over, resume
 from monai_gds.loader.hand_over import HandOver
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.fresh import Interpreter, printed_by
@@ -685,7 +686,7 @@ def test_a_loop_is_left_for_good_at_the_end_of_a_block(make: Make) -> None:
 def test_a_loop_may_be_collected_in_a_thread_that_holds_what_its_own_waits_for(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_loader, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(pass_over, "_LEAVE_SECONDS", 0.5)
     lock = threading.Lock()
 
     class Locks(mt.RandomizableTransform):  # type: ignore[misc]
@@ -918,7 +919,7 @@ def test_a_loop_that_ctrl_c_ended_is_over_though_a_notebook_keeps_the_traceback(
 
 
 def test_ctrl_c_at_any_place_of_a_loop_leaves_the_next_one_whole(make: Make) -> None:
-    files = [module.__file__ for module in (data_loader, hand_over, read_ahead, resume)]
+    files = [module.__file__ for module in (pass_over, hand_over, read_ahead, resume)]
     loader = GDSDataLoader(make(data=[{"x": torch.tensor(i)} for i in range(6)], transform=mt.Identity()), batch_size=2)
     places = itertools.count(1, 5)
 

@@ -1,4 +1,4 @@
-"""Makes OpenMP's threads wait asleep on a machine with more work than processors. For :mod:`.data_loader`.
+"""Makes OpenMP's threads wait asleep on a machine with more work than processors. For loaders.
 
 torch computes on the CPU in OpenMP's threads, which wait for one another by spinning. On an idle machine that is the
 quickest way. On a busy one they spend their share of the processors, for milliseconds at every operation, while the

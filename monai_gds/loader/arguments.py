@@ -1,0 +1,76 @@
+"""The arguments of ``GDSDataLoader`` that are those of torch's and MONAI's loaders: which do nothing here, and why."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from numbers import Integral
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+#: What ``ThreadDataLoader`` takes besides, and by default.
+_OF_THREADS: Mapping[str, Any] = {"buffer_size": 1, "buffer_timeout": 0.01, "repeats": 1, "use_thread_workers": False}
+
+#: What has no effect over GDSDatasets, and what is done instead.
+_IDLE = {
+    "buffer_timeout": "a consumer that waits is woken",
+    "use_thread_workers": "the workers are processes",
+    "worker_init_fn": "items are seeded by their place in the epoch",
+    "timeout": "a worker that dies is noticed at once",
+    "in_order": "batches come in order",
+}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    of_torch = inspect.signature(DataLoader.__init__).parameters.values()
+    found = {one.name: one.default for one in of_torch if one.name not in ("self", "dataset", "num_workers")}
+    return {**found, **_OF_THREADS}
+
+
+def of_threads(given: dict[str, Any], ours: inspect.Signature, ours_only: bool) -> tuple[int, int]:
+    """Takes the arguments of ``ThreadDataLoader`` out of those that were given. Warns of those without effect.
+
+    Args:
+        given: keyword arguments; what is left is for MONAI's ``DataLoader``.
+        ours: the signature of ``GDSDataLoader``, for its names.
+        ours_only: whether the loader is over GDSDatasets. Any other is loaded by MONAI's ``DataLoader``.
+
+    Returns:
+        How often each batch is given, and how many finished batches may wait.
+
+    Raises:
+        TypeError: there is no such argument, or a number is not whole.
+        ValueError: ``repeats`` or ``buffer_size`` is less than 1.
+    """
+    defaults = _defaults()
+    for name in given:
+        if name not in defaults:
+            raise TypeError(f"GDSDataLoader has no argument {name!r}: {_meant(name, [*defaults, *ours.parameters])}")
+    names = _IDLE if ours_only else [name for name in _IDLE if name in _OF_THREADS]
+    idle = [name for name in names if name in given and given[name] != defaults[name]]
+    if idle:
+        why = ", ".join(f"{name} ({_IDLE[name]})" for name in idle)
+        warnings.warn(f"GDSDataLoader takes these arguments without effect: {why}", stacklevel=3)
+    taken = {name: given.pop(name, default) for name, default in _OF_THREADS.items()}
+    return at_least_one("repeats", taken["repeats"]), at_least_one("buffer_size", taken["buffer_size"])
+
+
+def at_least_one(name: str, number: Any) -> int:
+    """A whole number that is 1 or more. Raises TypeError or ValueError otherwise."""
+    if not isinstance(number, Integral):
+        raise TypeError(f"{name}={number!r}: it must be a whole number")
+    if number < 1:
+        raise ValueError(f"{name}={number}: it must be at least 1")
+    return int(number)
+
+
+def _meant(name: str, names: list[str]) -> str:
+    # Without underscores, so that batchsize is close to batch_size.
+    plain = {one.replace("_", ""): one for one in names}
+    near = get_close_matches(name.replace("_", "").lower(), plain, n=1)
+    return f"did you mean {plain[near[0]]!r}?" if near else "help(GDSDataLoader) lists those it has"

@@ -1,0 +1,282 @@
+"""An epoch of ``GDSDataLoader``: what runs in its thread, and what the consumer iterates over.
+
+:mod:`.data_loader` draws the stages. Here they are put together, begun, left and ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from monai_gds.base.openmp import heed_load
+from monai_gds.base.process import Owner, undisturbed
+from monai_gds.base.stages import Watch, enter, measured
+from monai_gds.dataset.dataset import GDSDataset, changes_items
+from monai_gds.loader.ahead import Programs, ReadAhead
+from monai_gds.loader.collate import collate
+from monai_gds.loader.crew import Drawn, numbered, with_seed
+from monai_gds.loader.hand_over import HandOver
+from monai_gds.loader.next_epoch import foreseen
+from monai_gds.loader.on_values import WorkerBatches, work_on_values
+from monai_gds.loader.resume import Place, begin_or_go_on
+from monai_gds.loader.worker import Work
+from monai_gds.pipeline.loops import Loop
+from monai_gds.pipeline.settings import capture_all
+
+#: A GDSDataLoader, whose module imports this one.
+Loader: TypeAlias = Any
+
+#: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
+#: because the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
+_LEAVE_SECONDS = 60.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Subsets and concatenations
+
+
+def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
+    """The GDSDatasets that a dataset consists of, each once; empty if it contains anything else."""
+    if isinstance(dataset, GDSDataset):
+        return [] if changes_items(type(dataset)) else [dataset]
+    if type(dataset) is Subset:
+        return gds_datasets(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        found = [gds_datasets(part) for part in dataset.datasets]
+        return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
+    return []
+
+
+def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
+    """The GDSDataset that an item of a dataset belongs to, and its index there; IndexError if there is no such item."""
+    while not isinstance(dataset, GDSDataset):
+        if type(dataset) is Subset:
+            dataset, index = dataset.dataset, dataset.indices[index]
+            continue
+        ends = dataset.cumulative_sizes
+        if not -ends[-1] <= index < ends[-1]:
+            raise IndexError(f"there is no item {index} in a ConcatDataset of {ends[-1]}")
+        index %= ends[-1]
+        part = bisect_right(ends, index)
+        dataset, index = dataset.datasets[part], index - (ends[part - 1] if part else 0)
+    return dataset, index
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An epoch
+
+
+#: An epoch's loops over its datasets: until their end, nobody else draws from the same random transforms.
+Loops = Mapping[GDSDataset, Loop]
+
+
+def _drawn_from(loops: Loops, dataset: Any) -> Any:
+    """The pipeline that an epoch draws from."""
+    return loops[dataset].split(dataset.session.split()).compose
+
+
+def end_all(loops: Loops) -> None:
+    """Ends the loops: whoever begins to draw now has MONAI's objects."""
+    for loop in loops.values():
+        loop.end()
+
+
+class Epoch(Iterator[Any]):
+    """One pass over a loader: what the consumer iterates over.
+
+    The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        device: torch.device,
+        state: Mapping[str, Any] | None,
+        watch: Watch | None,
+        loops: Loops,
+    ) -> None:
+        for left in _left_threads - {threading.current_thread()}:  # a transform may begin a loop
+            _leave(left, _LEAVE_SECONDS)
+        if device.type == "cpu":
+            heed_load()
+        ahead, assemble, place, workers = _stages(loader, device, state, watch, loops)
+        loader._place = place
+        self._owner = Owner()
+
+        def on_taken(mark: tuple[tuple[int, int], tuple[int, dict[str, Any]]]) -> None:
+            ahead.taken(mark[0])
+            place.taken(*mark[1])
+
+        self._hand_over = HandOver(device, on_taken, place.leave, loader.batches_waiting())
+        work = (ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate)
+        self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
+        #: Leaves the loop, which ends the thread.
+        self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
+        self.stop.atexit = False
+        _epochs.add(self)
+        try:
+            # Loops whose threads start_thread() began used more memory, probably since its second thread takes turns
+            # with theirs in malloc's arenas: a training under a limit was killed that is not this way.
+            with undisturbed():
+                self.thread.start()
+        except BaseException:  # also a Ctrl-C, whose traceback may keep this object
+            self.stop()
+            raise
+
+    def __next__(self) -> Any:
+        if not self._owner.is_this_process():
+            raise RuntimeError("this loop was begun before a fork: begin a new one in the child")
+        try:
+            return self._hand_over.take()
+        except KeyboardInterrupt:  # the loop may go on after it, if anybody has it; a notebook keeps the traceback
+            del self
+            raise
+        except BaseException:
+            self.stop()
+            raise
+
+    def close(self) -> None:
+        """Leaves the loop and ends its thread."""
+        self.stop()
+
+
+#: Epochs whose loops are not over.
+_epochs: weakref.WeakSet[Epoch] = weakref.WeakSet()
+
+#: Threads of loops that were left, which may still run. The next loop waits for them, and the interpreter at exit.
+_left_threads: set[threading.Thread] = set()
+
+
+@atexit.register  # runs before the writer's handler, which saves what these threads computed last
+def _stop_all() -> None:
+    for epoch in list(_epochs):
+        epoch.stop()
+    for thread in {epoch.thread for epoch in list(_epochs)} | _left_threads:
+        _leave(thread, None)  # however long it takes: one that is in torch while the interpreter ends would abort it
+
+
+def _stages(
+    loader: Loader, device: torch.device, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops
+) -> tuple[ReadAhead | WorkerBatches, Callable[[Any], Any], Place, Programs | WorkerBatches | None]:
+    """What makes items and batches, where the consumer is, and what is to be woken when the loop is left."""
+    draw = partial(_drawn, loader)
+    in_flight = loader.records_in_flight, partial(loader.bytes_in_flight, device)
+    if not loader.num_workers:
+        place, batches = begin_or_go_on(loader, lambda: numbered(draw(), 0), state, partial(_drawn_from, loops))
+        reading = ReadAhead(batches, *in_flight, None)
+        return reading, partial(_with_memory, reading, loader.assemble), place, None
+    parts = gds_datasets(loader.dataset)
+    # By place: workers seed what they draw from, and this process draws from copies.
+    place, batches = begin_or_go_on(loader, partial(with_seed, loader.generator, draw), state)
+    if loader.records(device):
+        views = [part.session.for_worker(loads="programs") for part in parts]
+        crew = loader.crew(Work(views, None, device, capture_all()))
+        trusts = [loader.trust(part) for part in parts]
+        own = dict(zip(parts, crew.splits(parts), strict=True))
+        programs = Programs(crew, own, trusts, watch, loader.idle, partial(_foreseen, loader))
+        reading = ReadAhead(batches, *in_flight, programs)
+        return reading, partial(_with_memory, reading, loader.assemble), place, programs
+    work, done = work_on_values(parts, device, loader.collation)
+    crew = loader.crew(work)
+    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle)
+    return made, loader.pinned if made.whole else loader.assemble, place, made
+
+
+def _with_memory(reading: ReadAhead, assemble: Callable[[Any], Any], items: list[Any]) -> Any:
+    return reading.with_memory(partial(assemble, items))
+
+
+def _drawn(loader: Loader) -> Iterator[list[tuple[GDSDataset, int]]]:
+    """The dataset and index of each item, by batch. The first batch, and with it a sampler's seed, is drawn at once."""
+    batches, dataset = loader.index_batches(), loader.dataset
+    drawn = chain(list(islice(batches, 1)), batches)
+    return ([find_item(dataset, index) for index in indices] for indices in drawn)
+
+
+def _foreseen(loader: Loader) -> Iterator[Drawn]:
+    """The batches of the next epoch, as far as that can be told."""
+    found, dataset = foreseen(loader), loader.dataset
+    if found is not None:
+        seed, batches = found
+        yield from numbered(([find_item(dataset, index) for index in indices] for indices in batches), seed)
+
+
+def _produce(
+    ahead: ReadAhead | WorkerBatches,
+    assemble: Callable[[Any], Any],
+    hand_over: HandOver,
+    place: Place,
+    watch: Watch | None,
+    loops: Loops,
+    plain: bool,
+) -> None:
+    """The loader's thread. ``plain``: whether batches are made of items by our own function."""
+    ended = False
+    for loop in loops.values():
+        loop.enter()
+
+    def fail(error: BaseException) -> None:
+        try:
+            place.made()  # the failed batch may have drawn
+        finally:  # a consumer waits
+            end_all(loops)
+            hand_over.end(error)
+
+    try:
+        with hand_over.on_stream(), measured(watch, hand_over.stream):
+            while not hand_over.stopped and (items := ahead.next_batch()) is not None:
+                enter("collating")
+                batch = assemble(items)
+                del items
+                enter("waiting for the training")
+                if not hand_over.put(batch, (ahead.finished, place.made()), ahead.plain and plain):
+                    break
+                del batch  # the consumer alone keeps it
+        end_all(loops)  # before the consumer knows, who may begin another
+        if not hand_over.stopped:
+            ahead.end()
+            ended = True
+        hand_over.end()
+    except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
+        error = RuntimeError("StopIteration was raised while a batch was made")
+        error.__cause__ = e
+        fail(error)
+    except BaseException as e:
+        fail(e)
+    finally:
+        if not ended:
+            ahead.end()
+
+
+def _stop(
+    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: Programs | WorkerBatches | None
+) -> None:
+    if not owner.is_this_process():  # locks, thread and workers belong to the parent
+        return
+    hand_over.stop()
+    if workers is not None:  # the thread may be waiting for one
+        workers.close()
+    if not thread.is_alive():  # it has ended; or Ctrl-C struck before it began, and it will end at once
+        return
+    _left_threads.add(thread)
+    # The collector may get here in any thread: in this one, or in one that this one waits for.
+    if hand_over.consumer == threading.get_ident():
+        _leave(thread, _LEAVE_SECONDS)  # or until Ctrl-C: whoever comes next waits on
+
+
+def _leave(thread: threading.Thread, seconds: float | None) -> None:
+    """Waits for the thread of a loop that was left; None: however long it takes."""
+    with suppress(RuntimeError):  # it has not begun, and will do nothing
+        thread.join(seconds)
+    if not thread.is_alive():
+        _left_threads.discard(thread)
