@@ -266,6 +266,16 @@ class FailedItem:
     error: str
 
 
+class BrokenItem(MonaiGdsError, RuntimeError):
+    """A file of an item cannot be loaded, or more items cannot be made than ``on_error="skip"`` may replace.
+
+    Example:
+        >>> from monai_gds.errors import BrokenItem
+        >>> str(BrokenItem("/data/case_3.nii.gz: LoadImaged cannot load it: EOFError: it ends early"))
+        '/data/case_3.nii.gz: LoadImaged cannot load it: EOFError: it ends early'
+    """
+
+
 class PopulateError(MonaiGdsError, RuntimeError):
     """A cache was not filled completely: items failed, or a rank ended early.
 

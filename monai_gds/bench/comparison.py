@@ -28,8 +28,8 @@ from rich.progress import Progress
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.dataset.engines import in_words
 from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.pipeline.words import in_words
 
 OURS = "GDSDataset"
 OURS_LOADER = "GDSDataset, GDSDataLoader"

@@ -18,8 +18,8 @@ from monai_gds.bench.feeds import CEILING, PEERS, Feed
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.report import Report, Row
 from monai_gds.bench.segmentation import Network, Training
-from monai_gds.dataset.engines import in_words
 from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.pipeline.words import in_words
 
 
 class Epoch(NamedTuple):

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -35,7 +35,7 @@ from monai_gds.base.workers import Workers
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
-from monai_gds.pipeline.words import paths_of
+from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.owner import this_process
 from monai_gds.shared.temporary import JOB, create, opened
 
@@ -44,9 +44,6 @@ AHEAD = 2
 
 #: How many workers an executor is assumed to have until more have answered: executors do not report it.
 _AT_LEAST = 4
-
-#: Characters of an error's message that are kept.
-_WORDS = 500
 
 #: What became of an item, or how it failed; and which worker computed it (thread, process and host).
 Answer = tuple[Saved | FailedItem, str]
@@ -226,23 +223,3 @@ def _attempt(session: Session, what: tuple[int, bool]) -> Answer:
 
 def _me() -> str:
     return f"worker {os.getpid()}/{threading.get_ident()} on {socket.gethostname()}"
-
-
-def path_of(data: Sequence[Any], index: int) -> str:
-    """The first file that an item names, or the item in short."""
-    try:
-        item = data[index]
-        return next((path for _, path in paths_of(item)), repr(item)[:80])
-    except Exception:  # the item itself may be what fails
-        return f"data[{index}]"
-
-
-def in_words(error: BaseException) -> str:
-    """Types and messages of an error and its causes: MONAI's own error names the transform, its cause the reason."""
-    words = []
-    notes = "".join(f" ({' '.join(note.split())})" for note in getattr(error, "__notes__", ()))
-    cause: BaseException | None = error
-    while cause is not None:
-        words.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:_WORDS])
-        cause = cause.__cause__
-    return ", because of ".join(words) + notes

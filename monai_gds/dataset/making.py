@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from monai_gds.base import stages
+from monai_gds.dataset.broken import unreadable
 from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
@@ -164,7 +165,12 @@ class ItemMaker(NamedTuple):
         with naming(index, item):
             states = self.hidden.states()
             mine, given = copy_item(item, hash_item)
-            computed = self.transform(mine)
+            try:
+                computed = self.transform(mine)
+            except RuntimeError as e:
+                if (broken := unreadable(e, item)) is None:
+                    raise
+                raise broken from None  # 60 lines of the library that loads, and 60 of ours
             stages.enter("encoding")
             try:
                 encoded, storable = encode_item(computed, root=self.form.root, given=given), True

@@ -14,6 +14,7 @@ from functools import partial
 from monai.data import PersistentDataset
 
 from monai_gds.base.units import shown
+from monai_gds.dataset.broken import list_of, write_list
 from monai_gds.dataset.engines import (
     AHEAD,
     Answer,
@@ -22,8 +23,6 @@ from monai_gds.dataset.engines import (
     InWorkers,
     OverExecutor,
     default_workers,
-    in_words,
-    path_of,
 )
 from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
@@ -31,6 +30,7 @@ from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.session import Session
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.pipeline.settings import of_process
+from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.leases import pace
 
 #: Items that the message of an error names.
@@ -108,8 +108,8 @@ def populate(
         How many items were cached already, how many were computed and how many converted, on all ranks together.
 
     Raises:
-        PopulateError: items failed, another rank did, or the workers of ``executor`` cannot do the work; all items
-            that did not fail are cached.
+        PopulateError: items failed, which a file in the cache lists, another rank did, or the workers of ``executor``
+            cannot do the work; all items that did not fail are cached.
         NotSaved: nothing more can be written to the cache directory.
         WorkerDied: a worker of ``executor`` died and took it along, or all workers die; finished items are
             cached.
@@ -181,8 +181,11 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
         except RankLost as e:
             raise PopulateError(f"not every rank has filled its share of the cache: {e}") from e
     failed = sorted(failure for tally in tallies for failure in (*tally.failures, *tally.killers))
+    listed = list_of(session.settings.folders[0], session.pipeline_digest())
+    if ranks.rank == 0:
+        write_list(listed, failed)
     if failed:
-        raise PopulateError(_name_some(failed, len(session.dataset.data)), failed)
+        raise PopulateError(f"{_name_some(failed, len(session.dataset.data))}\n{listed} lists them all", failed)
     return Populated(*(sum(tally.counts[one.name] for tally in tallies) for one in fields(Populated)))
 
 

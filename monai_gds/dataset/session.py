@@ -29,7 +29,7 @@ from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
-from monai_gds.errors import CacheWarning, NotSaved, UnsupportedType, WorkerDied
+from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
 from monai_gds.folder.budget import Budget
 from monai_gds.folder.directory import CacheDirectory, tidy
 from monai_gds.folder.index import Index
@@ -425,7 +425,10 @@ class Begun:
             drawn = turn.queue.take(turn)
         if drawn is not None and self._cache is not None and self._key is not None:
             self._hit(self._cache, self._key)
-        self._arrived = (self.finish(), 0) if drawn is None else drawn
+        try:
+            self._arrived = (self.finish(), 0) if drawn is None else drawn
+        except BrokenItem as e:
+            raise e.with_traceback(None)  # noqa: B904 (how it came to be computed says nothing of the file)
 
     def end(self) -> Any:
         """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""

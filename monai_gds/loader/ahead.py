@@ -12,10 +12,9 @@ from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import torch
-
 from monai_gds.base import stages
 from monai_gds.base.stages import Watch
+from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
@@ -145,6 +144,7 @@ class ReadAhead:
         most_records: returns how many records may be in flight with batches of a given size.
         most_bytes: returns how many bytes may be in flight. Called once the size of a record is known.
         programs: where items get their programs; None: this thread draws, and computes what is not cached.
+        skipping: what takes the places of items that cannot be made; None: their errors are raised.
 
     Attributes:
         finished: records and bytes of the batches so far.
@@ -157,8 +157,10 @@ class ReadAhead:
         most_records: Callable[[int], int],
         most_bytes: Callable[[], int],
         programs: Programs | None,
+        skipping: Skipping | None = None,
     ) -> None:
         self._batches = iter(batches)
+        self._skipping = skipping
         self._records_for, self._most_records = most_records, 1
         self._bytes_for, self._most_bytes = most_bytes, 0
         self._programs = programs
@@ -192,12 +194,20 @@ class ReadAhead:
         records, nbytes = self.finished
         self._current.extend(self._drawn.popleft())
         while self._current:
+            upcoming = self._current[0]
             try:
                 begun = self.with_memory(self._arrived)
+                items.append(begun.end())
             except LoopLeft:
                 return None
-            upcoming = self._current.popleft()
-            items.append(begun.end())
+            except Exception as e:
+                if self._skipping is None or is_of_memory(e):
+                    raise
+                place = self._skipping.instead((upcoming.dataset, upcoming.index), upcoming.seed, e)
+                self._restart(upcoming, place)
+                continue
+            upcoming.begun = None
+            self._current.popleft()
             plain = plain and isinstance(begun, Programmed) and begun.plain
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
@@ -212,7 +222,7 @@ class ReadAhead:
             try:
                 return work()
             except RuntimeError as e:  # MONAI raises another one in place of torch's
-                if not _is_of_memory(e):
+                if not is_of_memory(e):
                     raise
                 _drop_frames(e)
                 self._give_up()
@@ -236,9 +246,19 @@ class ReadAhead:
                 CacheWarning,
                 stacklevel=2,
             )
-        for upcoming in begun:
-            upcoming.begun = None
-            self._count(-1, 0, upcoming)
+        self._drop_begun()
+
+    def _restart(self, upcoming: _Upcoming, place: tuple[GDSDataset, int]) -> None:
+        """Puts another item in the place of the current one. What was drawn after that is drawn again."""
+        self._drop_begun()
+        upcoming.dataset, upcoming.index = place
+        upcoming.running = None
+
+    def _drop_begun(self) -> None:
+        for upcoming in chain(self._current, *self._drawn):
+            if upcoming.begun is not None:
+                upcoming.begun = None
+                self._count(-1, 0, upcoming)
         self._unsized = []
         self._waiting = deque(chain(self._current, *self._drawn))
 
@@ -262,7 +282,6 @@ class ReadAhead:
             raise begun
         assert begun is not None, "it was begun above"
         begun.arrive()
-        upcoming.begun = None
         return begun
 
     def _room(self) -> int:
@@ -322,7 +341,7 @@ class ReadAhead:
         except LoopLeft:
             raise
         except Exception as e:
-            if _is_of_memory(e):
+            if is_of_memory(e):
                 _drop_frames(e)
             return e
 
@@ -349,11 +368,6 @@ class ReadAhead:
         return True
 
 
-def _is_of_memory(error: BaseException | None) -> bool:
-    """Whether this error, or the one that caused it, says that a device had no memory."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _is_of_memory(error.__cause__))
-
-
 def _drop_frames(error: BaseException | None) -> None:
     """Drops the tracebacks of an error and of those that led to it. Frames that hold the error itself are a circle, and
     keep the memory of finished items until the collector runs.
@@ -370,7 +384,7 @@ def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exce
     try:
         return [*dataset.session.begin(indices)]
     except Exception as e:
-        if _is_of_memory(e):
+        if is_of_memory(e):
             _drop_frames(e)
         if len(indices) == 1:
             return [e]

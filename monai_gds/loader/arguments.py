@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from numbers import Integral
@@ -67,6 +67,12 @@ def at_least_one(name: str, number: Any) -> int:
     if number < 1:
         raise ValueError(f"{name}={number}: it must be at least 1")
     return int(number)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError unless a value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, choices))}")
 
 
 def _meant(name: str, names: list[str]) -> str:

@@ -42,8 +42,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from monai_gds import limits
 from monai_gds.base.stages import Watch
 from monai_gds.base.units import bytes_of
+from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.loader.arguments import at_least_one, of_threads
+from monai_gds.loader.arguments import at_least_one, of_threads, one_of
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Crew, Order
 from monai_gds.loader.epoch import Epoch, Loops, end_all, gds_datasets
@@ -56,6 +57,7 @@ from monai_gds.pipeline.split import Split
 from monai_gds.programs.trust import Trust
 
 _Programs = Literal["auto", "check", "off"]
+_OnError = Literal["raise", "skip"]
 
 
 class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
@@ -100,6 +102,10 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         programs: ``"auto"`` records the transforms for a CUDA target. What they do is also run directly at first, and
             compared. ``"check"`` records for any target and compares every item, which takes twice the time. ``"off"``
             records nothing.
+        on_error: what happens to an item that cannot be made. ``"raise"`` raises its error. ``"skip"`` puts another
+            item of the epoch and rank in its place, drawn from the epoch's seed and the position, so sizes and numbers
+            of batches stay. A warning at the end of the epoch lists what was skipped, as does :meth:`stats`. More than
+            5 % of the dataset's items are an error.
         kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…; and
             of ``ThreadDataLoader``: ``repeats`` gives each batch so many times, and ``buffer_size`` is how many
             finished batches may wait, at least 2. Those that have no effect here are named in a warning.
@@ -108,6 +114,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         ValueError: ``prefetch``, ``prefetch_bytes``, ``repeats`` or ``buffer_size`` is not positive, or ``programs`` is
             none of these; from a loop, something cannot be sent to processes that are not forked; or from
             ``DataLoader``.
+        BrokenItem: from a loop, a file cannot be loaded, or too many items cannot be made.
         TypeError: one of these is not a whole number, there is no such argument, or ``transforms_on`` is given, which
         ``num_workers`` replaces.
 
@@ -131,12 +138,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         prefetch_bytes: float | str | None = None,
         stats: bool = False,
         programs: _Programs = "auto",
+        on_error: _OnError = "raise",
         **kwargs: Any,
     ) -> None:
         if prefetch is not None:
             at_least_one("prefetch", prefetch)
-        if programs not in get_args(_Programs):
-            raise ValueError(f"programs={programs!r}: use one of {', '.join(map(repr, get_args(_Programs)))}")
+        one_of("programs", programs, get_args(_Programs))
+        one_of("on_error", on_error, get_args(_OnError))
         if "transforms_on" in kwargs:
             raise TypeError(
                 "transforms_on= is gone: num_workers= is enough, and programs='off' runs transforms on values"
@@ -145,11 +153,16 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.repeats, self.buffer_size = of_threads(kwargs, signature(GDSDataLoader), ours)
         if ours:
             kwargs.setdefault("collate_fn", collate)
+        elif on_error == "skip":
+            raise ValueError("on_error='skip' is for GDSDatasets, and for Subset and ConcatDataset of them")
         super().__init__(dataset, num_workers, **kwargs)
         self.prefetch: int | None = prefetch
         given = None if prefetch_bytes is None else bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
         self.prefetch_bytes: int | None = given
         self.programs: _Programs = programs
+        self.on_error: _OnError = on_error
+        #: What takes the places of the items of the last epoch that cannot be made.
+        self.skipping: Skipping | None = None
         #: Processes of the last epoch, for the next.
         self.idle: list[Crew] = []
         self._trusts: weakref.WeakKeyDictionary[Split, Trust] = weakref.WeakKeyDictionary()  # by pipeline
@@ -175,7 +188,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise RuntimeError("no epoch has begun: iterate over the loader first")
         records = self.num_workers and self.programs != "off"
         found = [part.session.runtime.on_values for part in gds_datasets(self.dataset)] if records else []
-        return self._epoch.stats(dict(chain.from_iterable(one.items() for one in found)))
+        skipped = () if self.skipping is None else self.skipping.failed
+        return self._epoch.stats(dict(chain.from_iterable(one.items() for one in found)), skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop that was begun last: after the last batch that it gave.
@@ -206,7 +220,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
         kept = {name: value for name, value in self.__dict__.items() if name != "_trusts"}
-        return {**kept, "idle": [], "_place": None, "_epoch": None}
+        return {**kept, "idle": [], "_place": None, "_epoch": None, "skipping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())
@@ -230,6 +244,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if device is None:
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return map(self._place.counted, batches)
+        self.skipping = None if self.on_error == "raise" else Skipping(len(self.dataset), _ends(self.batch_sampler))
         return Epoch(self, device, state, watch, loops)
 
     def records(self, device: torch.device) -> bool:
@@ -304,6 +319,14 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if not self.pin_memory or not torch.cuda.is_available() or cuda_tensors(batch):
             return batch
         return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
+
+
+def _ends(sampler: Any) -> bool:
+    """Whether an epoch's order ends, as far as a sampler tells."""
+    try:
+        return sampler is None or len(sampler) >= 0
+    except TypeError:
+        return False
 
 
 def _collate_alone(collate_fn: Callable[[Any], Any], items: list[Any]) -> Any:

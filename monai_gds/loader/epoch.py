@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from monai_gds.base.openmp import heed_load
 from monai_gds.base.process import Owner, undisturbed
 from monai_gds.base.stages import Watch, enter, measured
+from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset, changes_items
+from monai_gds.errors import BrokenItem
 from monai_gds.loader.ahead import Programs, ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Drawn, numbered, with_seed
@@ -118,7 +121,7 @@ class Epoch(Iterator[Any]):
             place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave, loader.batches_waiting())
-        work = (ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate)
+        work = (ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate, loader.skipping)
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
@@ -141,6 +144,9 @@ class Epoch(Iterator[Any]):
         except KeyboardInterrupt:  # the loop may go on after it, if anybody has it; a notebook keeps the traceback
             del self
             raise
+        except BrokenItem as e:
+            self.stop()
+            raise e.with_traceback(None) from None  # how it came to be made says nothing of the file
         except BaseException:
             self.stop()
             raise
@@ -169,26 +175,31 @@ def _stages(
     loader: Loader, device: torch.device, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops
 ) -> tuple[ReadAhead | WorkerBatches, Callable[[Any], Any], Place, Programs | WorkerBatches | None]:
     """What makes items and batches, where the consumer is, and what is to be woken when the loop is left."""
-    draw = partial(_drawn, loader)
+    draw, skipping = partial(_drawn, loader), loader.skipping
     in_flight = loader.records_in_flight, partial(loader.bytes_in_flight, device)
+
+    def begin() -> Iterator[Drawn]:
+        drawn = with_seed(loader.generator, draw)
+        return drawn if skipping is None else skipping.over(drawn)
+
     if not loader.num_workers:
-        place, batches = begin_or_go_on(loader, lambda: numbered(draw(), 0), state, partial(_drawn_from, loops))
-        reading = ReadAhead(batches, *in_flight, None)
+        place, batches = begin_or_go_on(loader, begin, state, partial(_drawn_from, loops))
+        reading = ReadAhead(batches, *in_flight, None, skipping)
         return reading, partial(_with_memory, reading, loader.assemble), place, None
     parts = gds_datasets(loader.dataset)
     # By place: workers seed what they draw from, and this process draws from copies.
-    place, batches = begin_or_go_on(loader, partial(with_seed, loader.generator, draw), state)
+    place, batches = begin_or_go_on(loader, begin, state)
     if loader.records(device):
         views = [part.session.for_worker(loads="programs") for part in parts]
         crew = loader.crew(Work(views, None, device, capture_all()))
         trusts = [loader.trust(part) for part in parts]
         own = dict(zip(parts, crew.splits(parts), strict=True))
         programs = Programs(crew, own, trusts, watch, loader.idle, partial(_foreseen, loader))
-        reading = ReadAhead(batches, *in_flight, programs)
+        reading = ReadAhead(batches, *in_flight, programs, skipping)
         return reading, partial(_with_memory, reading, loader.assemble), place, programs
     work, done = work_on_values(parts, device, loader.collation)
     crew = loader.crew(work)
-    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle)
+    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle, skipping)
     return made, loader.pinned if made.whole else loader.assemble, place, made
 
 
@@ -219,6 +230,7 @@ def _produce(
     watch: Watch | None,
     loops: Loops,
     plain: bool,
+    skipping: Skipping | None,
 ) -> None:
     """The loader's thread. ``plain``: whether batches are made of items by our own function."""
     ended = False
@@ -246,6 +258,8 @@ def _produce(
         if not hand_over.stopped:
             ahead.end()
             ended = True
+            if skipping is not None and (warning := skipping.warning()):
+                warnings.warn(warning, stacklevel=2)
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")

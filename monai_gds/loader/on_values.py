@@ -21,11 +21,12 @@ import torch
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base.stages import Watch, enter
+from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
 from monai_gds.loader.shared_memory import Arena, Packed, unpack
-from monai_gds.loader.worker import BatchTask, Work
+from monai_gds.loader.worker import BatchTask, Broken, Work
 from monai_gds.pipeline.randomness import seed_transforms
 from monai_gds.pipeline.settings import capture_all
 from monai_gds.pipeline.split import Split
@@ -66,6 +67,7 @@ class WorkerBatches:
         batches: what to make.
         watch: adds up what workers measure.
         idle: where the processes are left for the next epoch.
+        skipping: what takes the places of items that cannot be made; None: their errors are raised.
 
     Attributes:
         whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
@@ -76,9 +78,10 @@ class WorkerBatches:
     def __init__(
         self, crew: Crew, parts: Sequence[GDSDataset], splits: Sequence[Split], done: Sequence[int],
         device: torch.device, batches: Iterable[Drawn], watch: Watch | None, idle: list[Crew],
+        skipping: Skipping | None = None,
     ) -> None:  # fmt: skip
         self._crew, self._parts, self._splits, self._done = crew, parts, splits, done
-        self._news = crew.news
+        self._news, self._skipping = crew.news, skipping
         self._device, self._batches, self._watch, self._idle = device, iter(batches), watch, idle
         self.whole = all(len(split.steps()) == n for split, n in zip(splits, done, strict=True))
         self._under_way: deque[_Batch] = deque()
@@ -98,16 +101,31 @@ class WorkerBatches:
             self._complete = True
             return None
         drawn, running, arena = self._under_way.popleft()
-        try:
-            packed = self._crew.result(running, self._watch)
-        except WorkerDied as e:
-            e.add_note(f"monai_gds: while making a batch of the items {[index for _, index in drawn.places]}")
-            raise
+        packed = self._result(drawn, running)
+        while isinstance(packed, Broken):
+            drawn = self._mended(drawn, packed)
+            packed = self._result(drawn, self._submitted(drawn, arena))
         if packed is None:  # the loop was left
             return None
         enter("collating")
         batch = self._unpacked(packed, arena)
         return batch if self.whole else [self._finished(drawn, i, item) for i, item in enumerate(batch)]
+
+    def _result(self, drawn: Drawn, running: Running) -> Packed | Broken | None:
+        """What a worker made of a batch; None if the loop was left."""
+        try:
+            found: Packed | Broken | None = self._crew.result(running, self._watch)
+        except WorkerDied as e:
+            e.add_note(f"monai_gds: while making a batch of the items {[index for _, index in drawn.places]}")
+            raise
+        return found
+
+    def _mended(self, drawn: Drawn, broken: Broken) -> Drawn:
+        """The batch with another item in the place of a broken one."""
+        assert self._skipping is not None, "no task tells what is broken otherwise"
+        places, at = list(drawn.places), broken.number
+        places[at] = self._skipping.instead(places[at], drawn.seeds[at], broken.why)
+        return drawn._replace(places=places)
 
     def close(self) -> None:
         """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
@@ -129,13 +147,16 @@ class WorkerBatches:
             return False
         if drawn is None:
             return False
-        arenas = self._crew.arenas
-        arena = arenas.take()
-        items = [(self._parts.index(dataset), index) for dataset, index in drawn.places]
-        place = None if arena is None else arena.place
-        task = BatchTask(items, drawn.seed, drawn.first, place, arenas.numbers, self._watch is not None)
-        self._under_way.append(_Batch(drawn, self._crew.submit(task), arena))
+        arena = self._crew.arenas.take()
+        self._under_way.append(_Batch(drawn, self._submitted(drawn, arena), arena))
         return True
+
+    def _submitted(self, drawn: Drawn, arena: Arena | None) -> Running:
+        """A batch that workers make."""
+        items = [(self._parts.index(dataset), index) for dataset, index in drawn.places]
+        place, numbers = None if arena is None else arena.place, self._crew.arenas.numbers
+        watched, skips = self._watch is not None, self._skipping is not None
+        return self._crew.submit(BatchTask(items, drawn.seed, drawn.first, place, numbers, watched, skips))
 
     def _unpacked(self, packed: Packed, arena: Arena | None) -> Any:
         """A worker's batch, unpacked on the device."""

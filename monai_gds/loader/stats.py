@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from monai_gds.base.stages import Watch
+from monai_gds.errors import FailedItem
 
 #: The stages in which the loader's thread has nothing to do.
 _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
@@ -57,6 +58,7 @@ class Stats:
         in_workers: whether worker processes ran the random transforms, or drew them.
         on_values: the first transforms that no program could hold, and why. With those after them they ran in the
             loader's thread.
+        skipped: items that could not be made, for which others came.
     """
 
     seconds: float
@@ -71,6 +73,7 @@ class Stats:
     nbytes: int
     in_workers: bool = False
     on_values: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[FailedItem, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -132,6 +135,7 @@ class Stats:
         if self.saving_behind:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
         lines += [f"on values from {name} on: {why}" for name, why in self.on_values.items()]
+        lines += [f"skipped item {one.index} ({one.path}): {one.error}" for one in self.skipped]
         return "\n".join([*lines, self.advice])
 
 
@@ -160,8 +164,8 @@ class MeasuredEpoch:
             self.waiting += now - asked
             self.seconds = now - self.began
 
-    def stats(self, on_values: Mapping[str, str]) -> Stats:
-        """What was measured so far. ``on_values``: see :class:`Stats`."""
+    def stats(self, on_values: Mapping[str, str], skipped: tuple[FailedItem, ...] = ()) -> Stats:
+        """What was measured so far. For the arguments see :class:`Stats`."""
         seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
         behind = seconds.pop(("saving", "in the background"), 0.0)
         stages: defaultdict[str, float] = defaultdict(float)
@@ -182,4 +186,5 @@ class MeasuredEpoch:
             nbytes=counts.get("bytes", 0),
             in_workers=self.watch.in_workers,
             on_values=on_values,
+            skipped=skipped,
         )

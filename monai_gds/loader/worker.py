@@ -17,12 +17,13 @@ import torch
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base.stages import Measurements, Watch, enter, measured
+from monai_gds.dataset.broken import is_of_memory
 from monai_gds.dataset.programmed import Answer, Seed, draw
 from monai_gds.dataset.session import Session
 from monai_gds.loader.shared_memory import Mapped, Packed, Place, pack
 from monai_gds.pipeline.randomness import seed_everything
 from monai_gds.pipeline.settings import State, apply
-from monai_gds.pipeline.words import naming
+from monai_gds.pipeline.words import in_words, naming
 
 
 class Work(NamedTuple):
@@ -43,7 +44,15 @@ class BatchTask(NamedTuple):
     place: Place | None
     arenas: frozenset[int]
     measured: bool
+    skips: bool  # whether an item that cannot be made is told, rather than raised
     work: Place | None = None  # what the processes do since they began
+
+
+class Broken(NamedTuple):
+    """An item of a batch that cannot be made."""
+
+    number: int  # in the batch
+    why: str
 
 
 class ItemTask(NamedTuple):
@@ -77,9 +86,16 @@ class Worker:
         work = self._work_of(task.work)
         return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses)
 
-    def _packed(self, task: BatchTask) -> Packed:
+    def _packed(self, task: BatchTask) -> Packed | Broken:
         work = self._work_of(task.work)
-        items = [_item(work.parts[p], index, task.seed, task.first + i) for i, (p, index) in enumerate(task.items)]
+        items: list[Any] = []
+        for number, (part, index) in enumerate(task.items):
+            try:
+                items.append(_item(work.parts[part], index, task.seed, task.first + number))
+            except Exception as e:
+                if not task.skips or is_of_memory(e):
+                    raise
+                return Broken(number, in_words(e))
         work.parts[0].flush()  # this process may be killed before its own writer is done
         enter("collating")
         first = None if work.collate is None else _first(items)

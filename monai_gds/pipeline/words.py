@@ -8,13 +8,19 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 #: The most paths that a note names, and the most characters of each.
 _MOST_PATHS = 4
 _MOST_CHARACTERS = 160
+
+#: Characters of an error's message that are kept.
+_WORDS = 500
+
+#: The first error in a worker's traceback, which is the cause of the others.
+_RAISED = re.compile(r"^(\w[\w.]*: .+)$", re.MULTILINE)
 
 _SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
 
@@ -60,3 +66,25 @@ def paths_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from paths_of(inner, name)
+
+
+def path_of(data: Sequence[Any], index: int) -> str:
+    """The first file that an item names, or the item in short."""
+    try:
+        item = data[index]
+        return next((path for _, path in paths_of(item)), " ".join(repr(item).split())[:80])
+    except Exception:  # the item itself may be what fails
+        return f"data[{index}]"
+
+
+def in_words(error: BaseException) -> str:
+    """Types and messages of an error and its causes: MONAI's own error names the transform, its cause the reason."""
+    words = []
+    notes = "".join(f" ({' '.join(note.split())})" for note in getattr(error, "__notes__", ()))
+    cause: BaseException | None = error
+    while cause is not None:
+        raised = _RAISED.search(str(cause)) if type(cause).__name__ == "_RemoteTraceback" else None
+        text = raised[1] if raised else f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        words.append(text[:_WORDS])
+        cause = cause.__cause__
+    return ", because of ".join(words) + notes

@@ -1,0 +1,171 @@
+"""Items that cannot be made: an error on one screen, or others in their places, so that no batch changes its size."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from monai.data import Dataset
+from monai.transforms import Compose, EnsureTyped, LoadImaged, RandScaleIntensityd, RandSpatialCropd, Transform
+from torch.utils.data import DistributedSampler
+
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
+from monai_gds.errors import BrokenItem
+
+Make = Callable[..., GDSDataset]
+
+ITEMS, BROKEN = 60, frozenset({3, 17, 41})
+
+
+class Fails(Transform):  # type: ignore[misc]
+    """Fails for some items."""
+
+    def __init__(self, broken: set[int]) -> None:
+        self.broken = broken
+
+    def __cache_key__(self) -> str:
+        return "fails"
+
+    def __call__(self, item: Any) -> Any:
+        if item["n"] in self.broken:
+            raise ValueError(f"cut short at {item['n']}")
+        return item
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def make_dataset(broken: Iterable[int] = BROKEN, crop: bool = False) -> GDSDataset:
+        edge = 80 if crop else 8
+        data = [{"image": torch.full((1, edge, edge, edge), float(n)), "n": n} for n in range(20 if crop else ITEMS)]
+        first = RandSpatialCropd("image", (16, 16, 16), random_size=False) if crop else None
+        steps = [Fails(set(broken)), EnsureTyped("image"), first, RandScaleIntensityd("image", factors=0.1, prob=1)]
+        folder = tmp_path / ("cache" if set(broken) else "whole")
+        return GDSDataset(data, Compose([step for step in steps if step]), folder, "cpu")
+
+    return make_dataset
+
+
+def epoch(dataset: GDSDataset, num_workers: int = 0, **settings: Any) -> tuple[list[list[int]], GDSDataLoader]:
+    torch.manual_seed(5)
+    settings = {"batch_size": 4, "shuffle": True, "on_error": "skip", "stats": True} | settings
+    loader = GDSDataLoader(dataset, num_workers, **settings)
+    return [batch["n"].tolist() for batch in loader], loader
+
+
+@pytest.mark.parametrize("programs", ["off", "check"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_others_take_the_places(make: Make, num_workers: int, programs: str) -> None:
+    whole, _ = epoch(make(set()))
+    with pytest.warns(CacheWarning, match="3 items were skipped in this epoch.*cut short at") as told:
+        found, loader = epoch(make(), num_workers, programs=programs)
+    assert len([one for one in told if "skipped" in str(one.message)]) == 1
+    for before, after in zip(whole, found, strict=True):
+        assert [n if n not in BROKEN else None for n in before] == [
+            m if n not in BROKEN else None for n, m in zip(before, after, strict=True)
+        ]
+        assert not BROKEN & set(after)
+    assert {one.index for one in loader.stats().skipped} == BROKEN
+    assert "skipped item 17" in str(loader.stats())
+    with pytest.warns(CacheWarning):
+        assert epoch(make())[0] == found, "the same items whoever makes them"
+
+
+def test_another_epoch_has_others_and_a_mended_item_comes_back(make: Make) -> None:
+    dataset = make()
+    with pytest.warns(CacheWarning):
+        _, loader = epoch(dataset)
+    dataset.transform.transforms[0].broken.clear()
+    assert {n for batch in loader for n in batch["n"].tolist()} == set(range(ITEMS))
+    assert loader.stats().skipped == ()
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped in this epoch")
+def test_a_loop_that_continues_has_the_same(make: Make) -> None:
+    whole, _ = epoch(make())
+    torch.manual_seed(5)
+    loader = GDSDataLoader(make(), batch_size=4, shuffle=True, on_error="skip")
+    batches = iter(loader)
+    for _ in range(6):
+        next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    later = GDSDataLoader(make(), batch_size=4, shuffle=True, on_error="skip")
+    later.load_state_dict(loader.state_dict())
+    assert [batch["n"].tolist() for batch in later] == whole[6:]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped in this epoch")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_own_items_only(make: Make, rank: int) -> None:
+    sampler: Any = DistributedSampler(range(ITEMS), 2, rank, seed=3)
+    found, _ = epoch(make(), shuffle=None, sampler=sampler)
+    assert sum(map(len, found)) == ITEMS // 2
+    assert {n for batch in found for n in batch} <= set(sampler)
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped in this epoch")
+def test_one_item_at_a_time_may_begin_with_a_broken_one(make: Make) -> None:
+    found, _ = epoch(make({0}), batch_size=1, shuffle=False)
+    assert len(found) == ITEMS
+    assert found[0] != [0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_more_than_a_twentieth_is_an_error(make: Make, num_workers: int) -> None:
+    with pytest.raises(BrokenItem, match=r"4 of 60 items cannot be made, which is more than 5%: item .*cut short"):
+        epoch(make({1, 2, 3, 4}), num_workers)
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped in this epoch")
+def test_items_that_are_cropped_before_they_are_read(make: Make) -> None:
+    dataset = make({7}, crop=True)
+    for _ in range(2):  # misses, then hits
+        found, _ = epoch(dataset)
+        assert [len(batch) for batch in found] == [4] * 5
+
+
+def test_what_cannot_skip_is_refused() -> None:
+    with pytest.raises(ValueError, match="on_error='skip' is for GDSDatasets"):
+        GDSDataLoader(Dataset([1]), on_error="skip")
+    with pytest.raises(ValueError, match="on_error='ignore': use one of 'raise', 'skip'"):
+        GDSDataLoader(Dataset([1]), on_error="ignore")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Corrupt files
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Any:
+    """A dataset whose second item has a label that was cut."""
+    for name in ("a", "b"):
+        nib.save(nib.Nifti1Image(np.random.default_rng(1).random((16, 16, 16)), np.eye(4)), tmp_path / f"{name}.nii.gz")
+    whole, short = str(tmp_path / "a.nii.gz"), tmp_path / "b.nii.gz"
+    short.write_bytes(short.read_bytes()[:9000])
+    items = [{"image": whole, "label": whole}, {"image": whole, "label": str(short)}]
+    return GDSDataset(items, Compose([LoadImaged(["image", "label"])]), tmp_path / "cache", "cpu")
+
+
+@pytest.mark.parametrize("way", [lambda d: d[1], *(lambda d, n=n: list(GDSDataLoader(d, n)) for n in (0, 1))])
+def test_a_corrupt_volume_is_named_first_on_one_screen(cut: GDSDataset, way: Callable[[GDSDataset], Any]) -> None:
+    with pytest.raises(BrokenItem, match=r"^\S+/b\.nii\.gz: LoadImaged cannot load it: EOFError") as caught:
+        way(cut)
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
+
+
+def test_populate_lists_what_is_broken_until_it_is_mended(cut: GDSDataset, tmp_path: Path) -> None:
+    with pytest.raises(PopulateError, match=r"broken\.json lists them all"):
+        cut.populate(num_workers=0, progress=False)
+    (listed,) = tmp_path.glob("cache/.index/*.broken.json")
+    (item,) = json.loads(listed.read_text())
+    assert (item["index"], item["path"]) == (1, str(tmp_path / "a.nii.gz"))
+    assert "b.nii.gz" in item["error"]
+    (tmp_path / "b.nii.gz").write_bytes((tmp_path / "a.nii.gz").read_bytes())
+    cut.populate(num_workers=0, progress=False)
+    assert not listed.exists()
