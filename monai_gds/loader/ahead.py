@@ -21,6 +21,7 @@ from monai_gds.dataset.session import Begun
 from monai_gds.errors import CacheWarning
 from monai_gds.loader.crew import Crew, Drawn, Running
 from monai_gds.loader.worker import ItemTask
+from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.trust import Trust
@@ -145,6 +146,7 @@ class ReadAhead:
         most_bytes: returns how many bytes may be in flight. Called once the size of a record is known.
         programs: where items get their programs; None: this thread draws, and computes what is not cached.
         skipping: what takes the places of items that cannot be made; None: their errors are raised.
+        around: the settings of the consumer, which hold for random transforms.
 
     Attributes:
         finished: records and bytes of the batches so far.
@@ -158,9 +160,10 @@ class ReadAhead:
         most_bytes: Callable[[], int],
         programs: Programs | None,
         skipping: Skipping | None = None,
+        around: OfThread = OfThread((), False),  # noqa: B008 (immutable)
     ) -> None:
         self._batches = iter(batches)
-        self._skipping = skipping
+        self._skipping, self._around = skipping, around
         self._records_for, self._most_records = most_records, 1
         self._bytes_for, self._most_bytes = most_bytes, 0
         self._programs = programs
@@ -197,7 +200,8 @@ class ReadAhead:
             upcoming = self._current[0]
             try:
                 begun = self.with_memory(self._arrived)
-                items.append(begun.end())
+                with self._around.applied():
+                    items.append(begun.end())
             except LoopLeft:
                 return None
             except Exception as e:

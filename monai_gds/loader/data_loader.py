@@ -53,6 +53,7 @@ from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
+from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.trust import Trust
 
@@ -84,6 +85,10 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     use; ``multiprocessing_context`` names another way, for which the dataset must be picklable. They stay for the next
     epoch, where they see what has changed in the dataset, its transforms and the settings, but not in modules and
     classes. They end with a loop that is left early. One that is killed is replaced once in an epoch.
+
+    Random transforms and collation run under the ``no_grad``, ``inference_mode``, ``autocast`` and default device that
+    held for the consumer at ``iter``, as with MONAI's ``DataLoader`` without workers. What is cached is computed under
+    the settings in its key.
 
     An error, wherever it happened, is raised in the consumer's loop with its traceback, after the batches before it.
     Leaving the loop stops everything, and leaves the random transforms in the state that a loop without reading ahead
@@ -174,7 +179,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def __iter__(self) -> Iterator[Any]:
         epoch = MeasuredEpoch() if self._measures else None
-        return Later(partial(self._begin, epoch), epoch, self.repeats)
+        return Later(partial(self._begin, epoch, OfThread.now()), epoch, self.repeats)
 
     def stats(self) -> Stats:
         """Where the time of the last epoch went, or of the current one so far.
@@ -226,18 +231,20 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())
         weakref.finalize(self, _close_all, self.idle)
 
-    def _begin(self, epoch: MeasuredEpoch | None) -> Iterator[Any]:
+    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread) -> Iterator[Any]:
         self._epoch = epoch
         state, self._loaded = self._loaded, None
         loops = {part: Loop(part.session.runtime.loops) for part in gds_datasets(self.dataset)}
         try:
-            return self._begin_at(state, None if epoch is None else epoch.watch, loops)
+            return self._begin_at(state, None if epoch is None else epoch.watch, loops, around)
         except BaseException:  # a second attempt continues from the same state
             end_all(loops)
             self._loaded = state
             raise
 
-    def _begin_at(self, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops) -> Iterator[Any]:
+    def _begin_at(
+        self, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops, around: OfThread
+    ) -> Iterator[Any]:
         parts = gds_datasets(self.dataset)
         devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
@@ -245,7 +252,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return map(self._place.counted, batches)
         self.skipping = None if self.on_error == "raise" else Skipping(len(self.dataset), _ends(self.batch_sampler))
-        return Epoch(self, device, state, watch, loops)
+        return Epoch(self, device, state, watch, loops, around)
 
     def records(self, device: torch.device) -> bool:
         """Whether worker processes record programs."""

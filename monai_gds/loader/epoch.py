@@ -34,7 +34,7 @@ from monai_gds.loader.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.resume import Place, begin_or_go_on
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
-from monai_gds.pipeline.settings import capture_all
+from monai_gds.pipeline.settings import OfThread
 
 #: A GDSDataLoader, whose module imports this one.
 Loader: TypeAlias = Any
@@ -107,12 +107,13 @@ class Epoch(Iterator[Any]):
         state: Mapping[str, Any] | None,
         watch: Watch | None,
         loops: Loops,
+        around: OfThread,
     ) -> None:
         for left in _left_threads - {threading.current_thread()}:  # a transform may begin a loop
             _leave(left, _LEAVE_SECONDS)
         if device.type == "cpu":
             heed_load()
-        ahead, assemble, place, workers = _stages(loader, device, state, watch, loops)
+        ahead, assemble, place, workers = _stages(loader, device, state, watch, loops, around)
         loader._place = place
         self._owner = Owner()
 
@@ -172,11 +173,20 @@ def _stop_all() -> None:
 
 
 def _stages(
-    loader: Loader, device: torch.device, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops
+    loader: Loader,
+    device: torch.device,
+    state: Mapping[str, Any] | None,
+    watch: Watch | None,
+    loops: Loops,
+    around: OfThread,
 ) -> tuple[ReadAhead | WorkerBatches, Callable[[Any], Any], Place, Programs | WorkerBatches | None]:
     """What makes items and batches, where the consumer is, and what is to be woken when the loop is left."""
     draw, skipping = partial(_drawn, loader), loader.skipping
     in_flight = loader.records_in_flight, partial(loader.bytes_in_flight, device)
+
+    def assemble(items: list[Any]) -> Any:
+        with around.applied():
+            return loader.assemble(items)
 
     def begin() -> Iterator[Drawn]:
         drawn = with_seed(loader.generator, draw)
@@ -184,23 +194,23 @@ def _stages(
 
     if not loader.num_workers:
         place, batches = begin_or_go_on(loader, begin, state, partial(_drawn_from, loops))
-        reading = ReadAhead(batches, *in_flight, None, skipping)
-        return reading, partial(_with_memory, reading, loader.assemble), place, None
+        reading = ReadAhead(batches, *in_flight, None, skipping, around)
+        return reading, partial(_with_memory, reading, assemble), place, None
     parts = gds_datasets(loader.dataset)
     # By place: workers seed what they draw from, and this process draws from copies.
     place, batches = begin_or_go_on(loader, begin, state)
     if loader.records(device):
         views = [part.session.for_worker(loads="programs") for part in parts]
-        crew = loader.crew(Work(views, None, device, capture_all()))
+        crew = loader.crew(Work(views, None, device, around.with_process()))
         trusts = [loader.trust(part) for part in parts]
         own = dict(zip(parts, crew.splits(parts), strict=True))
         programs = Programs(crew, own, trusts, watch, loader.idle, partial(_foreseen, loader))
-        reading = ReadAhead(batches, *in_flight, programs, skipping)
-        return reading, partial(_with_memory, reading, loader.assemble), place, programs
-    work, done = work_on_values(parts, device, loader.collation)
+        reading = ReadAhead(batches, *in_flight, programs, skipping, around)
+        return reading, partial(_with_memory, reading, assemble), place, programs
+    work, done = work_on_values(parts, device, loader.collation, around)
     crew = loader.crew(work)
-    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle, skipping)
-    return made, loader.pinned if made.whole else loader.assemble, place, made
+    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle, skipping, around)
+    return made, loader.pinned if made.whole else assemble, place, made
 
 
 def _with_memory(reading: ReadAhead, assemble: Callable[[Any], Any], items: list[Any]) -> Any:

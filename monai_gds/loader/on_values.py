@@ -28,13 +28,13 @@ from monai_gds.loader.crew import Crew, Drawn, Running
 from monai_gds.loader.shared_memory import Arena, Packed, unpack
 from monai_gds.loader.worker import BatchTask, Broken, Work
 from monai_gds.pipeline.randomness import seed_transforms
-from monai_gds.pipeline.settings import capture_all
+from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 
 
 def work_on_values(
-    parts: Sequence[GDSDataset], device: torch.device, collate: Callable[[list[Any]], Any]
+    parts: Sequence[GDSDataset], device: torch.device, collate: Callable[[list[Any]], Any], around: OfThread
 ) -> tuple[Work, list[int]]:
     """What workers do, and how many random transforms they run for each dataset.
 
@@ -44,7 +44,7 @@ def work_on_values(
     views = [part.session.for_worker(loads="values") for part in parts]
     done = [len(view.split().steps()) for view in views]
     whole = done == [len(part.session.split().steps()) for part in parts]
-    return Work(views, collate if whole else None, device, capture_all()), done
+    return Work(views, collate if whole else None, device, around.with_process()), done
 
 
 class _Batch(NamedTuple):
@@ -68,6 +68,7 @@ class WorkerBatches:
         watch: adds up what workers measure.
         idle: where the processes are left for the next epoch.
         skipping: what takes the places of items that cannot be made; None: their errors are raised.
+        around: the settings of the consumer, which hold for random transforms.
 
     Attributes:
         whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
@@ -78,10 +79,10 @@ class WorkerBatches:
     def __init__(
         self, crew: Crew, parts: Sequence[GDSDataset], splits: Sequence[Split], done: Sequence[int],
         device: torch.device, batches: Iterable[Drawn], watch: Watch | None, idle: list[Crew],
-        skipping: Skipping | None = None,
+        skipping: Skipping | None = None, around: OfThread = OfThread((), False),  # noqa: B008 (immutable)
     ) -> None:  # fmt: skip
         self._crew, self._parts, self._splits, self._done = crew, parts, splits, done
-        self._news, self._skipping = crew.news, skipping
+        self._news, self._skipping, self._around = crew.news, skipping, around
         self._device, self._batches, self._watch, self._idle = device, iter(batches), watch, idle
         self.whole = all(len(split.steps()) == n for split, n in zip(splits, done, strict=True))
         self._under_way: deque[_Batch] = deque()
@@ -188,6 +189,7 @@ class WorkerBatches:
         split, done = self._splits[part], self._done[part]
         with naming(index, dataset.data[index]):
             seed_transforms(split.steps(), drawn.seed, drawn.first + number)
-            item = split.after(item, done)
+            with self._around.applied():
+                item = split.after(item, done)
         reset_ops_id(item)  # the user's own transforms must be able to invert the item
         return item

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import monai.config
 import numpy as np
@@ -290,6 +290,33 @@ def applied(state: State, only: bool = False) -> Iterator[None]:
     """Applies a state within a ``with`` block."""
     with apply(state, only):
         yield
+
+
+class OfThread(NamedTuple):
+    """The settings of a thread, for what another one runs on its behalf."""
+
+    state: State
+    inference: bool  # whether it is in inference mode
+
+    @classmethod
+    def now(cls) -> OfThread:
+        """Those of this thread."""
+        found = tuple((s.name, str(value)) for s in _ALL if s.of_thread and (value := s.read()) != s.default)
+        return cls(found, torch.is_inference_mode_enabled())
+
+    def with_process(self) -> State:
+        """These, and those of the process as they are now."""
+        others = {setting.name for setting in _ALL if not setting.of_thread}
+        return (*(pair for pair in capture_all() if pair[0] in others), *self.state)
+
+    def applied(self) -> contextlib.AbstractContextManager[object]:
+        """Applies them within a ``with`` block, in a thread that has the defaults."""
+        if not self.state and not self.inference:
+            return contextlib.nullcontext()
+        stack = apply(self.state, only=True)
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
+        return stack
 
 
 def _value_of(setting: _Setting, text: str) -> Any:
