@@ -90,8 +90,9 @@ def test_they_are_those_of_iter(dataset: GDSDataset) -> None:
 
 
 def test_the_default_device_is_that_of_iter_too(dataset: GDSDataset) -> None:
+    loader = GDSDataLoader(dataset, collate_fn=first)
     with torch.device("meta"):
-        batches = iter(GDSDataLoader(dataset, collate_fn=first))
+        batches = iter(loader)
     found = next(batches)
     assert found["drawn"][2] == "meta"
     assert found["cached"][2] == "cpu"
