@@ -48,6 +48,10 @@ _JOB = (
 NAMED = 3
 
 
+#: What a note is about that tells a rank's random states.
+_SEEDS = "seeds"
+
+
 class Repeats:
     """The keys of one dataset's items that were computed in this process: the first two of each, by the item's index.
 
@@ -99,14 +103,10 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
 
     Does nothing in a process that has no rank, or without a cache. ``items`` is how many items the dataset has.
     """
-    known = dist.is_available() and dist.is_initialized()
-    rank = str(dist.get_rank()) if known else next((os.environ[name] for name in _RANK if name in os.environ), "")
-    folder, file_mode = settings.cache_dir, settings.file_mode
+    rank, folder, file_mode = _rank(), settings.cache_dir, settings.file_mode
     if not rank or not pipeline.digest or folder is None:
         return
-    told = {name: os.environ[name] for name in _JOB if name in os.environ}
-    job = digest_of(told or [socket.gethostname(), os.getppid()])
-    description = pipeline.describe()
+    job, description = _job(), pipeline.describe()
     what, index = digest_of([items, *steps_of(description)]), Index(folder, file_mode)
     notes = Notes(folder, "ranks", whole_lines, file_mode)
     notes.tidy(lambda files: b"")  # none is needed any more
@@ -126,6 +126,41 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
                 CacheWarning,
                 stacklevel=6,
             )
+
+
+def compare_seeds(settings: Settings, states: Any) -> None:
+    """Notes what this rank's random transforms draw from, and warns once if another rank draws the same.
+
+    Does nothing in a process that has no rank, or without a cache.
+    """
+    rank, folder = _rank(), settings.cache_dir
+    if not rank or folder is None:
+        return
+    job, drawn_from = _job(), digest_of(repr(states))
+    notes = Notes(folder, "ranks", whole_lines, settings.file_mode)
+    notes.append(line(json.dumps([job, rank, _SEEDS, drawn_from]).encode()))
+    others = _others(notes, job, _SEEDS)
+    same = [other for other, theirs in others.items() if other != rank and drawn_from in theirs]
+    if same and Notice("equal seeds", os.fspath(folder), job).is_new():
+        warnings.warn(
+            f"ranks {same[0]} and {rank} of this job have the same seed, so their random transforms draw the same "
+            "numbers: seed each rank otherwise, such as with set_determinism(seed + rank), or give the loader "
+            "num_workers, which draw by rank",
+            CacheWarning,
+            stacklevel=2,
+        )
+
+
+def _rank() -> str:
+    """The rank of this process; empty if it has none."""
+    if dist.is_available() and dist.is_initialized():
+        return str(dist.get_rank())
+    return next((os.environ[name] for name in _RANK if name in os.environ), "")
+
+
+def _job() -> str:
+    told = {name: os.environ[name] for name in _JOB if name in os.environ}
+    return digest_of(told or [socket.gethostname(), os.getppid()])
 
 
 def _others(notes: Notes, job: str, what: str) -> dict[str, set[str]]:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from monai_gds.base.stages import Measurements, Watch, enter
@@ -60,15 +61,21 @@ class Drawn(NamedTuple):
 
 
 def with_seed(
-    generator: torch.Generator | None, draw: Callable[[], Iterator[Sequence[tuple[GDSDataset, int]]]]
+    generator: torch.Generator | None, draw: Callable[[], Iterator[Sequence[tuple[GDSDataset, int]]]], rank: int
 ) -> Iterator[Drawn]:
-    """The batches of an epoch, whose seed is what torch's loader is about to draw for its workers."""
+    """The batches of an epoch, whose seed is what torch's loader is about to draw for its workers, and the rank."""
     ahead = (generator or torch.default_generator).clone_state()
-    return numbered(draw(), int(torch.empty((), dtype=torch.int64).random_(generator=ahead)))
+    return numbered(draw(), int(torch.empty((), dtype=torch.int64).random_(generator=ahead)), rank)
 
 
-def numbered(batches: Iterator[Sequence[tuple[GDSDataset, int]]], seed: int) -> Iterator[Drawn]:
-    """Batches with the positions of their items in the epoch."""
+def numbered(batches: Iterator[Sequence[tuple[GDSDataset, int]]], seed: int, rank: int) -> Iterator[Drawn]:
+    """Batches with the positions of their items in the epoch.
+
+    Ranks among which a sampler divides the items draw other numbers from the same seed. All others, such as those of a
+    tensor-parallel group, draw the same.
+    """
+    if rank:
+        seed = int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0]) >> 1
     first = 0
     for places in batches:
         yield Drawn(places, seed, first)

@@ -24,6 +24,7 @@ from monai_gds.base.process import Owner, undisturbed
 from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset, changes_items
+from monai_gds.dataset.repeats import compare_seeds
 from monai_gds.errors import BrokenItem
 from monai_gds.loader.ahead import Programs, ReadAhead
 from monai_gds.loader.collate import collate
@@ -31,7 +32,7 @@ from monai_gds.loader.crew import Drawn, numbered, with_seed
 from monai_gds.loader.hand_over import HandOver
 from monai_gds.loader.next_epoch import foreseen
 from monai_gds.loader.on_values import WorkerBatches, work_on_values
-from monai_gds.loader.resume import Place, begin_or_go_on
+from monai_gds.loader.resume import Place, begin_or_go_on, divides, rank_of
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.settings import OfThread
@@ -189,11 +190,13 @@ def _stages(
             return loader.assemble(items)
 
     def begin() -> Iterator[Drawn]:
-        drawn = with_seed(loader.generator, draw)
+        drawn = with_seed(loader.generator, draw, rank_of(loader))
         return drawn if skipping is None else skipping.over(drawn)
 
     if not loader.num_workers:
         place, batches = begin_or_go_on(loader, begin, state, partial(_drawn_from, loops))
+        if divides(loader):
+            compare_seeds(next(iter(loops)).settings, place.states)
         reading = ReadAhead(batches, *in_flight, None, skipping, around)
         return reading, partial(_with_memory, reading, assemble), place, None
     parts = gds_datasets(loader.dataset)
@@ -229,7 +232,9 @@ def _foreseen(loader: Loader) -> Iterator[Drawn]:
     found, dataset = foreseen(loader), loader.dataset
     if found is not None:
         seed, batches = found
-        yield from numbered(([find_item(dataset, index) for index in indices] for indices in batches), seed)
+        yield from numbered(
+            ([find_item(dataset, index) for index in indices] for indices in batches), seed, rank_of(loader)
+        )
 
 
 def _produce(

@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
 
 from monai_gds.loader.stats import MeasuredEpoch
 from monai_gds.pipeline.randomness import GLOBAL, Slot, is_generator, put_back, slots, states_at
@@ -50,6 +50,11 @@ class Place:
         self._made = states_at(self._transforms)
         self._batches_made += 1
         return self._batches_made, self._made
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The states that the random transforms have for the consumer."""
+        return self._states
 
     # For the consumer
 
@@ -202,6 +207,16 @@ def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
         found[path] = sampler
         todo |= {f"{path}.{n}": v for n, v in vars(sampler).items() if isinstance(v, Sampler)}
     return found
+
+
+def rank_of(loader: DataLoader[Any]) -> int:
+    """The rank for which a sampler gives the items; 0 if none divides them among ranks."""
+    return next((s.rank for s in _samplers(loader).values() if isinstance(s, DistributedSampler)), 0)
+
+
+def divides(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler divides the items among several ranks."""
+    return any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in _samplers(loader).values())
 
 
 def _of_samplers(samplers: Mapping[str, Any]) -> dict[str, Slot]:
