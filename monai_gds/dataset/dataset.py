@@ -99,6 +99,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
             Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
             processes of this machine then read the copy. New records go to ``cache_dir``.
+        strict: whether a cache that cannot be written is an error now, and not a warning and an epoch of misses.
         options: further settings, as :class:`CacheOptions` or a dict of them.
 
     Raises:
@@ -107,6 +108,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         ValueError: no such device, backend or choice; choices that contradict each other; a value of
             ``backend_options`` that cannot work; ``cache_dir`` is a file, empty, or holds a variable of the shell;
             ``root`` is not a folder.
+        NotSaved: ``strict``, and nothing can be written to ``cache_dir``.
         BackendUnavailable: the backend named does not work here.
         CodecMissing: the library of the codec that ``compression`` names is not installed.
         HashingError: a transform, or on access an item, has no stable hash.
@@ -133,7 +135,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         backend: str = "auto", backend_options: Mapping[str, Any] | None = None,
         root: str | os.PathLike[str] | None = None, version: Any = None,
         compression: Literal["auto"] | Codec | None = "auto", max_bytes: float | str | None = None,
-        local_dir: Path | str | None = None, options: CacheOptions | Mapping[str, Any] = DEFAULTS, **others: Any,
+        local_dir: Path | str | None = None, options: CacheOptions | Mapping[str, Any] = DEFAULTS,
+        strict: bool = False, **others: Any,
     ) -> None:  # fmt: skip
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
         refuse(others)
@@ -147,7 +150,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.hash_transform = hash_transform
         self.settings = Settings.of(
             device, backend, backend_options, root, version, compression, cache_dir, max_bytes, local_dir, options,
-            track_meta,
+            track_meta, strict,
         )  # fmt: skip
         self.cache_dir, self.device = self.settings.cache_dir, self.settings.device
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason

@@ -15,7 +15,7 @@ import torch
 from monai.transforms import Transform
 
 from monai_gds.base.units import bytes_of
-from monai_gds.folder.directory import folder_named, prepare
+from monai_gds.folder.directory import check_writable, folder_named, prepare
 from monai_gds.items.rounding import check_bits
 from monai_gds.keys.sources import Policy
 from monai_gds.pipeline.settings import State, capture_all
@@ -188,12 +188,12 @@ class Settings:
         cls, device: int | str | torch.device | None, backend: str, backend_options: Mapping[str, Any] | None,
         root: str | os.PathLike[str] | None, version: Any, compression: Literal["auto"] | Codec | None,
         cache_dir: Path | str | None, max_bytes: float | str | None, local_dir: Path | str | None,
-        options: CacheOptions | Mapping[str, Any], track_meta: bool,
+        options: CacheOptions | Mapping[str, Any], track_meta: bool, strict: bool,
     ) -> Settings:  # fmt: skip
         """Checks the arguments, and makes the folders of the cache.
 
         Raises:
-            TypeError, ValueError, BackendUnavailable, CodecMissing: as :class:`GDSDataset` lists them.
+            TypeError, ValueError, NotSaved, BackendUnavailable, CodecMissing: as :class:`GDSDataset` lists them.
         """
         options, target = CacheOptions.of(options), resolve_device(device)
         backend, reason = choose_backend(backend, target)
@@ -221,6 +221,8 @@ class Settings:
         if cache is None and max_bytes is not None:
             raise ValueError(f"max_bytes={max_bytes!r} limits the records of a cache_dir, and there is none: name one")
         most = bytes_or_none(max_bytes, "max_bytes")
+        if strict:
+            check_writable(cache)
         unmade = cache is not None and not prepare(cache)
         local_unmade = local is not None and not prepare(local, "local_dir")
         return cls(

@@ -28,7 +28,7 @@ from typing import Literal
 
 from monai_gds import limits
 from monai_gds.base.file_systems import opened
-from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, RecordError
+from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, NotSaved, RecordError
 from monai_gds.folder.budget import LOOK_AGAIN, Budget, OverBudget
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.folder.reads import ReadLists
@@ -47,6 +47,7 @@ from monai_gds.records.reader import Mmap, RecordReader, Verify
 from monai_gds.records.writing import pack_record
 from monai_gds.shared import temporary
 from monai_gds.shared.leases import Leases
+from monai_gds.shared.owner import mark
 from monai_gds.shared.temporary import ANY
 from monai_gds.storage import Buffer, FileId, Storage
 from monai_gds.storage.files import total_bytes
@@ -353,6 +354,27 @@ def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:
         return False
     tidy(path)
     return True
+
+
+def check_writable(path: str | os.PathLike[str] | None) -> None:
+    """Writes a small file into a cache directory, which is made when it is missing, and removes it.
+
+    Raises:
+        ValueError: there is no directory.
+        NotSaved: that cannot be done.
+    """
+    if path is None:
+        raise ValueError("strict=True is for a cache_dir, and there is none: name one")
+    folder, name = os.path.abspath(path), f"{'0' * 32}.{mark()}"
+    try:
+        with temporary.opened(folder, make=True) as inner:
+            try:
+                temporary.create(inner, name, b"x" * 4096)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=inner)
+    except OSError as e:
+        raise NotSaved(f"strict=True, and nothing can be saved in {folder}: {with_advice(e)}") from e
 
 
 def tidy(path: str | os.PathLike[str]) -> None:

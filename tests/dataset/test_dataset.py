@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -45,6 +46,7 @@ from monai_gds import (
     GDSDataLoader,
     GDSDataset,
     HashingError,
+    NotSaved,
     PopulateError,
     UnsupportedType,
 )
@@ -681,6 +683,29 @@ def test_a_cache_dir_that_cannot_be_made_is_said_once(make: Make, tmp_path: Path
             _ = there[0], there[1]
             there.flush()
     assert len(caught) == 1
+
+
+def test_strict_is_an_error_where_nothing_can_be_written(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotSaved, match=r"strict=True, and nothing can be saved in .*file/cache: .*is a file"):
+        make(cache=tmp_path / "file" / "cache", strict=True)
+    with pytest.raises(ValueError, match="strict=True is for a cache_dir"):
+        make(cache=None, strict=True)
+    with make(cache=tmp_path / "new", strict=True) as dataset:
+        assert not any((tmp_path / "new" / ".tmp").iterdir())
+        dataset[0]
+
+
+def test_strict_is_an_error_on_a_full_disk_and_a_read_only_one(make: Make, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 64 << 10) as small:
+        with contextlib.suppress(OSError), (small / "all").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+        with pytest.raises(NotSaved, match="free some space"):
+            make(cache=small, strict=True)
+        read_only(small)
+        with pytest.raises(NotSaved, match=r"strict=True.*Read-only"):
+            make(cache=small, strict=True)
 
 
 @pytest.mark.parametrize("how", [str, Path])
