@@ -30,6 +30,11 @@ def bytes_of(size: float | str, argument: str, least: int = 0) -> int:
         >>> bytes_of("20GB", "device_bytes"), bytes_of(1e9, "device_bytes")
         (20000000000, 1000000000)
     """
+    if isinstance(size, float) and 0 < size < 1:
+        raise ValueError(
+            f"{argument}={size!r} is less than a byte, and a share of a drive is not meant: give a number of bytes, or "
+            "one with a unit: 20e9, '20GB' or '18GiB'"
+        )
     try:
         text = size if isinstance(size, str) else f"{size:.0f}"
         found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", text)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 import typer
 
 from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr, stdout
-from monai_gds.base.units import bytes_of, seconds_of
+from monai_gds.base.units import bytes_of, seconds_of, shown
 from monai_gds.command import options
 from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from, parsed
-from monai_gds.folder import maintenance
+from monai_gds.folder import budget, maintenance
 from monai_gds.folder.budget import KNOWN_SECONDS
 from monai_gds.folder.index import Index
 from monai_gds.folder.maintenance import SHOWN, Found, Unwanted, used_since, without
@@ -474,6 +474,28 @@ def _dask_executor(address: str | None) -> Iterator[Executor | None]:
 
     with Client(address) as client:
         yield client.get_executor()
+
+
+@app.command("budget", epilog="Example: monai-gds cache budget /nvme/cache 500GB")
+def set_budget(
+    directory: CacheDirectory,
+    size: Annotated[
+        str | None, typer.Argument(help='Such as 500GB, or "none". Without it, the budget is shown.')
+    ] = None,
+) -> None:
+    """Write how much the records of a cache directory may occupy, for all processes that use it.
+
+    The argument max_bytes of a dataset may only lower it. Records that are in
+    use stay, so a budget may be exceeded at first; then its users are named.
+    """
+    if size is not None:
+        nbytes = None if size == "none" else parsed(partial(bytes_of, argument="SIZE"), size, math.inf, "SIZE")
+        budget.write(directory, None if nbytes is None else int(nbytes))
+    limit, held = budget.written(directory), budget.total(directory)
+    say(f"{directory} holds {shown(held)}, and {'has no budget' if limit is None else f'may hold {shown(limit)}'}")
+    if limit is not None and held > limit:
+        users = ", ".join(Uses(directory).users()) or "no running process"
+        say(f"that is more than its budget; it is used by {users}. `monai-gds cache prune` makes room", stderr)
 
 
 @app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset fold=3 0 7")

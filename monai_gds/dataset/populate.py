@@ -29,6 +29,7 @@ from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.session import Session
 from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.folder.budget import limit_of
 from monai_gds.pipeline.settings import of_process
 from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.leases import pace
@@ -130,12 +131,13 @@ def populate(
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
     finally:
         session.tidy()
-    folder, most = session.settings.cache_dir, session.settings.max_bytes or 0
+    folder = session.settings.folders[0]
+    most = limit_of(folder, session.settings.max_bytes) or 0
     if not done.cached and not done.converted:
         warn_of_misses(str(folder), why, stacklevel=3)
     if done.left_out and ranks.rank == 0:
         warnings.warn(
-            f"{done.left_out} items are computed in every epoch: the {shown(most)} of max_bytes leave no room beside "
+            f"{done.left_out} items are computed in every epoch: its budget of {shown(most)} leaves no room beside "
             f"the records in {folder} that are in use, or were since this run began",
             CacheWarning,
             stacklevel=2,

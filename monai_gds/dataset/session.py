@@ -540,10 +540,8 @@ def _opened(session: Session) -> CacheDirectory:
     return TwoTiers(near, session.runtime.may_write_later(), folder, storage, **shared)
 
 
-def _budget(session: Session, which: int, nbytes: int | None, argument: str) -> Budget | None:
-    """The limit of one of the cache's folders; None if it has none."""
+def _budget(session: Session, which: int, nbytes: int | None, argument: str) -> Budget:
+    """The limit of one of the cache's folders, which may be written there."""
     settings = session.settings
-    if nbytes is None:
-        return None
     uses = _uses(session)[which]
     return Budget(str(settings.folders[which]), nbytes, uses, settings.began, settings.file_mode, argument)

@@ -16,6 +16,7 @@ from monai_gds.dataset.making import nearest_record
 from monai_gds.dataset.session import Session
 from monai_gds.errors import MonaiGdsError, printable
 from monai_gds.folder import maintenance
+from monai_gds.folder.budget import limit_of
 from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
@@ -58,8 +59,9 @@ def _names(transforms: Sequence[Callable[..., Any]]) -> str:
 
 def _limits(session: Session) -> list[tuple[str, str]]:
     rows, settings = [], session.settings
-    if settings.max_bytes is not None:
-        rows.append(("budget", shown(settings.max_bytes)))
+    most = None if settings.cache_dir is None else limit_of(settings.cache_dir, settings.max_bytes)
+    if most is not None:
+        rows.append(("budget", shown(most)))
     if settings.local_dir is not None:
         limit = "" if settings.local_bytes is None else f", of up to {shown(settings.local_bytes)}"
         rows.append(("copies", f"{settings.local_dir}{limit}"))

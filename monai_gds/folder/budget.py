@@ -5,6 +5,9 @@ records of a pipeline that a process uses now (:mod:`monai_gds.folder.uses`), an
 never deletes what it caches itself, and an epoch larger than the budget keeps hitting what is there: the rest is
 computed and not cached.
 
+A budget is a file of the directory, ``.index/budget.json``, which every process heeds from the next ten seconds on. An
+argument of one process may only lower it.
+
 Looking at a large directory takes seconds. So a process reserves a part of the room that is left, and makes room for
 more than one record, before it looks again. Each process may exceed the budget by what it reserved. Imports only the
 standard library.
@@ -13,6 +16,7 @@ standard library.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -27,13 +31,50 @@ from monai_gds.folder.index import Index
 from monai_gds.folder.maintenance import Found, idle
 from monai_gds.folder.uses import Used, Uses
 from monai_gds.records import header
-from monai_gds.shared.temporary import ANY
+from monai_gds.shared.notes import Notes, read, whole_lines
+from monai_gds.shared.temporary import ANY, publish
 
 #: Seconds until a directory without room is looked at again.
 LOOK_AGAIN = 60.0
 
 #: How old, in seconds, the knowledge of which records are in use may be when a record is deleted.
 KNOWN_SECONDS = 1.0
+
+
+#: Seconds for which what is written in a directory counts as known.
+_HEED_SECONDS = 10.0
+
+_NAME = "budget.json"
+
+
+def written(directory: str | os.PathLike[str]) -> int | None:
+    """The budget that is written in a directory, in bytes; None if there is none."""
+    with (
+        contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError),
+        Notes(directory, "budget", whole_lines).folder() as folder,
+    ):
+        nbytes = json.loads(read(folder, _NAME))["bytes"]
+        return nbytes if type(nbytes) is int and nbytes >= 0 else None
+    return None
+
+
+def write(directory: str | os.PathLike[str], nbytes: int | None) -> None:
+    """Writes the budget of a directory for all processes; None removes it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with Notes(directory, "budget", whole_lines).folder(make=True) as folder:
+        if nbytes is not None:
+            publish(os.path.abspath(directory), _NAME, json.dumps({"bytes": nbytes}).encode(), into=folder)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_NAME, dir_fd=folder)
+
+
+def limit_of(directory: str | os.PathLike[str], given: int | None) -> int | None:
+    """How many bytes the records of a directory may occupy for a process that was given a limit of its own."""
+    return min((one for one in (written(directory), given) if one is not None), default=None)
 
 
 class OverBudget(NotSaved):
@@ -45,20 +86,23 @@ class Budget:
 
     Args:
         directory: the cache directory.
-        nbytes: how much its records may occupy.
+        nbytes: how much its records may occupy, for this process; None: what is written in the directory.
         uses: what is used of it.
         began: when the run began.
         file_mode: permissions that files have at most.
         argument: the user's name for ``nbytes``.
-
-    Attributes:
-        nbytes: the same.
     """
 
     def __init__(
-        self, directory: str, nbytes: int, uses: Uses, began: float, file_mode: int = ANY, argument: str = "max_bytes"
+        self,
+        directory: str,
+        nbytes: int | None,
+        uses: Uses,
+        began: float,
+        file_mode: int = ANY,
+        argument: str = "max_bytes",
     ) -> None:
-        self.nbytes = nbytes
+        self._given, self._limit, self._read = nbytes, nbytes, -math.inf
         self._directory, self._uses, self._began = directory, uses, began
         self._file_mode, self._argument = file_mode, argument
         self._reserved = 0  # bytes that this process may write before it looks again
@@ -66,6 +110,13 @@ class Budget:
         self._refused = -math.inf
         self._found_full = Notice("full", directory, argument, began)  # by any process of the run
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int | None:
+        """How much the records may occupy; None: there is no limit."""
+        if time.monotonic() >= self._read + _HEED_SECONDS:
+            self._limit, self._read = limit_of(self._directory, self._given), time.monotonic()
+        return self._limit
 
     @property
     def full(self) -> bool:
@@ -79,29 +130,33 @@ class Budget:
         Raises:
             OverBudget: there is no room.
         """
+        limit = self.nbytes
+        if limit is None:
+            return
         with self._lock:
             if self._reserved < nbytes:
-                self._reserved = self._look(nbytes)
+                self._reserved = self._look(nbytes, limit)
             if self._reserved < nbytes:
-                if nbytes > self.nbytes:  # others may fit
+                remedy = f"raise {self._argument}" if limit == self._given else "raise it with `monai-gds cache budget`"
+                if nbytes > limit:  # others may fit
                     raise OverBudget(
-                        f"its budget of {shown(self.nbytes)} is smaller than a record of {shown(nbytes)}: raise "
-                        f"{self._argument}"
+                        f"its budget of {shown(limit)} is smaller than a record of {shown(nbytes)}: {remedy}"
                     )
                 self._refused = time.monotonic()
                 self._found_full.mark_given()
+                users = ", ".join(self._uses.users())
                 raise OverBudget(
-                    f"its budget of {shown(self.nbytes)} has no room for a record of {shown(nbytes)} beside those that "
-                    f"are in use, or were since this run began: raise {self._argument}, or delete records with "
-                    "`monai-gds cache prune`"
+                    f"its budget of {shown(limit)} has no room for a record of {shown(nbytes)} beside those that "
+                    f"are in use{f' (by {users})' if users else ''}, or were since this run began: {remedy}, or delete "
+                    "records with `monai-gds cache prune`"
                 )
             self._reserved -= nbytes
 
-    def _look(self, nbytes: int) -> int:
+    def _look(self, nbytes: int, limit: int) -> int:
         """The bytes that this process may write now: at least ``nbytes``, if there is room or it can be made."""
-        room, freed = self.nbytes - _total(self._directory), 0
+        room, freed = limit - total(self._directory), 0
         if room < nbytes:
-            freed = self._evict(nbytes - room, nbytes - room + _part(self.nbytes))
+            freed = self._evict(nbytes - room, nbytes - room + _part(limit))
             room += freed
         return min(room, max(nbytes, freed, _part(room)))
 
@@ -135,7 +190,7 @@ def _part(nbytes: int) -> int:
     return min(nbytes // limits.BUDGET_PARTS, limits.BUDGET_PART_BYTES)
 
 
-def _total(directory: str) -> int:
+def total(directory: str | os.PathLike[str]) -> int:
     """The bytes of the records of a directory."""
     total = 0
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:

@@ -23,6 +23,7 @@ import contextlib
 import json
 import math
 import os
+import pwd
 import re
 import threading
 import time
@@ -161,6 +162,17 @@ class Uses:
             self._seen = time.monotonic(), used
             return used
 
+    def users(self) -> list[str]:
+        """Who uses the directory now: the user and number of each running process that noted it."""
+        found = set()
+        running = self._notes.running()
+        with contextlib.suppress(OSError), self._notes.folder() as folder:
+            for name in running:
+                with contextlib.suppress(OSError):
+                    uid = os.stat(name, dir_fd=folder, follow_symlinks=False).st_uid
+                    found.add(f"{_login(uid)}'s process {name.split('.')[1]}")
+        return sorted(found)
+
     def _read(self) -> None:
         for name, notes in self._notes.added().items():
             self._files.setdefault(name, _File()).add(notes)
@@ -184,6 +196,13 @@ class Uses:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Lines
+
+
+def _login(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # of another machine
+        return f"user {uid}"
 
 
 def _taken(waiting: set[str]) -> bytes:

@@ -165,7 +165,7 @@ def test_too_little_to_delete_deletes_nothing(tmp_path: Path) -> None:
 
 def test_populate_and_warm_leave_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(
-        CacheWarning, match=r"^4 items are computed in every epoch: the 0\.3 MB of max_bytes leave no room"
+        CacheWarning, match=r"^4 items are computed in every epoch: its budget of 0\.3 MB leaves no room"
     ):
         done = dataset(tmp_path / "a", 1, items=8, max_bytes=5 * NBYTES).populate(1, progress=False)
     assert (done.computed, done.cached, done.left_out) == (4, 0, 4)
@@ -231,7 +231,7 @@ def test_what_a_process_of_this_node_uses_stays_until_it_ends(tmp_path: Path) ->
     limit = size(tmp_path) + NBYTES // 2
     with holder(tmp_path):
         with pytest.warns(
-            CacheWarning, match="beside those that are in use, or were since this run began: raise max_bytes"
+            CacheWarning, match=r"beside those that are in use \(by .*\), or were since this run began: raise max_bytes"
         ):
             run(tmp_path, 2, max_bytes=limit)
         assert names(tmp_path) == first
@@ -432,8 +432,8 @@ def test_a_large_directory_is_not_looked_at_for_every_record(tmp_path: Path, mon
     for i in range(130):
         os.utime(version_2(tmp_path, key_of_version_2(f"item {i}")), (0, i))
     looked: list[str] = []
-    total = budget._total
-    monkeypatch.setattr(budget, "_total", lambda directory: (looked.append(directory), total(directory))[1])
+    total = budget.total
+    monkeypatch.setattr(budget, "total", lambda directory: (looked.append(directory), total(directory))[1])
     one, limit = record_size(tmp_path), size(tmp_path)
     found = Budget(str(tmp_path), limit, Uses(tmp_path), time.time())
     for i in range(60):
@@ -451,3 +451,54 @@ def test_a_wrong_index_deletes_nothing_of_a_pipeline_in_use(crowded: Path) -> No
     index.note_records([maintenance._to_note(replace(found, pipeline="dddd")) for found in records])
     take(crowded)
     assert there <= names(crowded)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A budget that is written in the folder
+
+
+def test_a_budget_of_the_folder_binds_every_process(tmp_path: Path) -> None:
+    run(tmp_path, 1, items=2)
+    most = size(tmp_path)
+    budget.write(tmp_path, most)
+    in_child(lambda: run(tmp_path, 2, items=1))
+    assert 0 < size(tmp_path) <= most
+    budget.write(tmp_path, None)
+    run(tmp_path, 3)
+    assert size(tmp_path) > most
+
+
+@pytest.mark.parametrize(("given", "limit"), [(None, 1000), (500, 500), (2000, 1000)])
+def test_an_argument_may_only_lower_it(tmp_path: Path, given: int | None, limit: int) -> None:
+    budget.write(tmp_path, 1000)
+    assert Budget(str(tmp_path), given, Uses(tmp_path), 0.0).nbytes == limit
+
+
+def test_who_leaves_no_room_is_named(tmp_path: Path) -> None:
+    budget.write(tmp_path, int(1.5 * NBYTES))
+    made = dataset(tmp_path, 1)
+    with pytest.warns(CacheWarning, match=rf"in use \(by \S+ process {os.getpid()}\).*monai-gds cache budget"):
+        _ = [made[i] for i in range(3)]
+
+
+def test_the_command_writes_and_shows_it(tmp_path: Path) -> None:
+    run(tmp_path, 1)
+    assert "has no budget" in command("cache", "budget", str(tmp_path)).stdout
+    done = command("cache", "budget", str(tmp_path), "1kB")
+    assert "may hold 0.0 MB" in done.stdout
+    assert "more than its budget" in done.stderr
+    assert budget.written(tmp_path) == 1000
+    command("cache", "budget", str(tmp_path), "none")
+    assert budget.written(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"bytes": -1}', b'{"bytes": "1"}', b"\xff"])
+def test_a_garbled_budget_is_none(tmp_path: Path, content: bytes) -> None:
+    budget.write(tmp_path, 1)
+    (tmp_path / ".index" / "budget.json").write_bytes(content)
+    assert budget.written(tmp_path) is None
+
+
+def test_a_share_is_not_a_number_of_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_bytes=0\.5 is less than a byte, and a share of a drive is not meant"):
+        dataset(tmp_path, 1, max_bytes=0.5)
