@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import shlex
@@ -437,8 +438,8 @@ def warm(
     tensors, where tiles suit the dataset better. A record that cannot be
     unpacked here stays as it is.
 
-    Modules are looked for in the working directory first. Exit code 1 when
-    items failed; they are named.
+    Off a terminal, a line tells every ten seconds how far it is. Modules are
+    looked for in the working directory first. Exit code 1 when items failed; they are named.
     """
     if dask is not None and num_workers:
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
@@ -450,8 +451,11 @@ def warm(
     dataset = dataset_from(function, arguments or [])
     if dataset.cache_dir is None:
         raise typer.BadParameter(f"{function} returned a dataset with cache_dir=None", param_hint="FUNCTION")
+    session = dataset.session
+    pipeline = f", pipeline {session.pipeline_digest()[:SHOWN]}" if session.caches else ""
+    whose = f"{'' if rank is None else f'rank {rank} of {world_size}, '}{dataset.cache_dir}{pipeline}"
     try:
-        with _dask_executor(dask) as executor:
+        with _logged(whose), _dask_executor(dask) as executor:
             done = dataset.populate(
                 num_workers, progress, executor=executor, convert=convert, rank=rank, world_size=world_size
             )
@@ -461,6 +465,22 @@ def warm(
     converted = f", {done.converted} converted to {dataset.session.record_form()}" if done.converted else ""
     left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
     say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
+
+
+@contextmanager
+def _logged(whose: str) -> Iterator[None]:
+    """Prints how far populating is, every ten seconds where no bar is shown: a task that is killed leaves a log."""
+    log, handler = logging.getLogger("monai_gds.dataset.populate"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: say(f"{record.getMessage()} ({whose})", stderr)  # type: ignore[method-assign]
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+        say(f"done ({whose})", stderr)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 @contextmanager

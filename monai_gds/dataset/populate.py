@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import Counter
@@ -34,6 +35,8 @@ from monai_gds.pipeline.settings import of_process
 from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.leases import pace
 
+_log = logging.getLogger(__name__)
+
 #: Items that the message of an error names.
 _NAMED = 10
 
@@ -43,6 +46,9 @@ _PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
 
 #: First and longest pause between two rounds over such items.
 _PAUSES = 0.02, 0.5
+
+#: Seconds between lines of the log, where no bar is shown.
+_LOG_SECONDS = 10.0
 
 #: How many windows of items may kill their workers, one after the other, before the job ends too.
 _HOPELESS_WINDOWS = 10
@@ -355,5 +361,22 @@ def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
 
     display = progress()
     display.disable = display.disable or not wanted
+    lines = _Lines()
     with display:
-        yield partial(display.update, display.add_task("filling the cache", total=None))
+        bar = partial(display.update, display.add_task(lines.description, total=None))
+        yield lines.update if display.disable else bar
+
+
+class _Lines:
+    """Logs how far the filling is, now and then, where no bar shows it."""
+
+    def __init__(self) -> None:
+        self.description = "filling the cache"
+        self._done, self._total, self._logged = 0, 0, time.monotonic()
+
+    def update(self, advance: int = 0, total: int | None = None, description: str | None = None) -> None:
+        self._done, self._total = self._done + advance, total or self._total
+        self.description = description or self.description
+        if time.monotonic() >= self._logged + _LOG_SECONDS:
+            self._logged = time.monotonic()
+            _log.info("%s: %d of %d items", self.description, self._done, self._total)

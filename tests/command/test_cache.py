@@ -466,3 +466,19 @@ def test_a_module_that_imports_what_is_not_there_is_not_taken_for_a_missing_one(
     done = run("cache", "explain", "needs_more:make")
     assert done.exit_code == 1
     assert "not_installed_here" in done.output
+
+
+def test_warm_leaves_a_log_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logged_study.py").write_text(
+        "import torch\nfrom monai.transforms import Compose, EnsureTyped\nfrom monai_gds import GDSDataset\n"
+        "def make():\n"
+        "    data = [{'image': torch.full((4,), float(n))} for n in range(4)]\n"
+        "    return GDSDataset(data, Compose([EnsureTyped('image')]), 'cache', 'cpu')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("monai_gds.dataset.populate._LOG_SECONDS", 0.0)
+    words = ["cache", "warm", "logged_study:make", "--num-workers", "0", "--rank", "1", "--world-size", "2"]
+    lines = run(*words).stderr.replace("\n", " ")
+    whose = rf"\(rank 1 of 2, {re.escape(str(tmp_path))}/cache, pipeline [0-9a-f]{{8}}\)"
+    assert re.search(rf"filling the cache\S* in this process: 2 of 2 items {whose}", lines), lines
+    assert re.search(rf"done {whose}", lines), lines
