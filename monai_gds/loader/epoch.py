@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from monai_gds.base.openmp import heed_load
 from monai_gds.base.process import Owner, undisturbed
 from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.dataset.broken import Skipping
@@ -35,6 +34,7 @@ from monai_gds.loader.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.resume import Place, begin_or_go_on, divides, rank_of
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
+from monai_gds.pipeline.openmp import heed_load
 from monai_gds.pipeline.settings import OfThread
 
 #: A GDSDataLoader, whose module imports this one.

@@ -12,20 +12,23 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from monai_gds.programs.ghostly import plainly
+from monai_gds.programs.ghostly import ON_TARGET, plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
-from monai_gds.programs.program import Constant, Program, Step, View, pack
+from monai_gds.programs.program import Constant, Guard, Program, Step, View, pack
 
 _aten = torch.ops.aten
 
 #: What a value is called until all are numbered: a ghost's number in the recording, or a constant's, negative.
 _Key: TypeAlias = int
 
+#: Operations that copy indices from the CPU to the device, and wait for that.
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+
 #: Constants begin at multiples of this many bytes, as torch's own memory does.
 _LINE = 64
 
 
-def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
+def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
     """Makes the program of what was recorded.
 
     Args:
@@ -33,13 +36,14 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
         item: the result, with ghosts.
         marks: how many operations there were after each transform.
         whole: whether no transform runs after the program.
+        guards: the bools that the replay compares.
 
     Raises:
         Refused: the item holds a tensor that does not come from the recording.
         Exception: whatever pickle raises for something in the item.
     """
     with plainly():
-        return _Emission(log).program(item, marks, whole)
+        return _Emission(log).program(item, marks, whole, guards)
 
 
 class _Draft(NamedTuple):
@@ -61,7 +65,7 @@ class _Emission:
         self._constants: dict[Any, tuple[_Key, Tensor, bool]] = {}
         self._uploaded: dict[int, _Key] = {}  # ghosts that are constants
 
-    def program(self, item: Any, marks: Sequence[int], whole: bool) -> Program:
+    def program(self, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
         """See :func:`emit`."""
         of = self._of
         results: list[int] = []
@@ -76,10 +80,10 @@ class _Emission:
             return len(results) - 1
 
         packed_item = pack(item, hole)
-        kept = self._needed({*results, *(guard.value for guard in of.guards)})
+        kept = self._needed({*results, *(guard.value for guard in guards)})
         drafts = list(self._drafts(kept, set(results)))
         holes = [self._key(Ref(number)) for number in results]
-        guarded = [self._key(Ref(guard.value)) for guard in of.guards]
+        guarded = [self._key(Ref(guard.value)) for guard in guards]
         constants, packed, uploaded, order = self._packed()
         keys = [*self._views, *order, *(out for draft in drafts for out in draft.outs if out is not None)]
         slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
@@ -92,7 +96,7 @@ class _Emission:
             copied=frozenset(of.names[storage] for storage in written if storage in of.names),
             constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps, values=len(slots),
             guards=tuple(
-                guard._replace(value=slots[key]) for guard, key in zip(of.guards, guarded, strict=True)
+                guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
             holes=tuple(slots[key] for key in holes), item=packed_item, done=len(marks), form=_forms(of, marks),
         )  # fmt: skip
@@ -118,6 +122,8 @@ class _Emission:
         for operation in kept:
             if operation.about.view and there.issuperset(operation.outs):
                 continue  # the same view again
+            if operation.func is _aten.copy_.default and _is_same(*operation.args[:2]):
+                continue  # onto itself, as Python does after x[0] *= 2
             first = operation.args[0] if operation.args else None
             there.update(operation.outs)
             if (
@@ -133,14 +139,15 @@ class _Emission:
                 else:
                     self._uploaded[operation.outs[0] or 0] = key
                 continue
-            tensors = [(where, inner, self._key(value)) for where, inner, value in _places(operation)]
+            on_target = operation.func in _INDEXING and operation.kind == ON_TARGET
+            tensors = [(where, inner, self._key(value, on_target)) for where, inner, value in _places(operation)]
             args = tuple(_without_tensors(arg) for arg in operation.args)
             kwargs = {name: _without_tensors(value) for name, value in operation.kwargs.items()}
             yield _Draft(operation.about.name, args, kwargs, tensors, operation.outs)
 
-    def _key(self, value: Ref | Tensor) -> _Key:
+    def _key(self, value: Ref | Tensor, on_target: bool = False) -> _Key:
         if isinstance(value, Tensor):
-            return self._constant(value, False)
+            return self._constant(value, on_target and self._of.host != ON_TARGET)
         number = value.number
         if number in self._uploaded:
             return self._uploaded[number]
@@ -199,6 +206,10 @@ def _places(operation: Operation) -> Iterator[tuple[int | str, int, Any]]:
             yield where, -1, value
         elif value.__class__ is list or value.__class__ is tuple:
             yield from ((where, i, part) for i, part in enumerate(value) if _is_tensor(part))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a.__class__ is Ref and b.__class__ is Ref and bool(a == b)
 
 
 def _is_tensor(value: Any) -> bool:

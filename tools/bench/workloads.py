@@ -24,9 +24,9 @@ from monai.data import MetaTensor
 from monai.transforms import CenterSpatialCropd, Compose, RandomizableTransform, RandSpatialCropSamplesd, Transform
 from rich.progress import Progress
 
-from monai_gds.base.openmp import LOAD_OF_BUSY_MACHINES
 from monai_gds.bench.comparison import META, OURS, OURS_LOADER, REFERENCE, SILENT
 from monai_gds.bench.report import Report, Row
+from monai_gds.pipeline.openmp import LOAD_OF_BUSY_MACHINES
 from tools.bench.competitors import OURS_WORKERS, REFERENCE_WORKERS, WORKERS, chosen, competitors_for, one_by_one
 from tools.bench.measured import Measured, measure
 

@@ -12,7 +12,7 @@ import torch
 from monai.transforms import Compose, EnsureTyped
 
 from monai_gds import GDSDataLoader, GDSDataset
-from monai_gds.base.openmp import heed_load
+from monai_gds.pipeline.openmp import heed_load
 from tests.machines import in_child
 
 
