@@ -41,8 +41,8 @@ from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
+from monai_gds.programs.ahead import drawn_ahead
 from monai_gds.programs.draws import Draws, Turn
-from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import lookup_of
 from monai_gds.records.compression import Compression
 from monai_gds.records.heads import Form

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monai_gds.programs.ghostly import plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
-from monai_gds.programs.program import Constant, Program, Step, View, pack
+from monai_gds.programs.program import Constant, Held, Program, Step, View, hold, pack
 
 _aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
 
     Raises:
         Refused: the item holds a tensor that does not come from the recording.
-        Exception: whatever pickle raises for something in the item.
+        Exception: whatever :func:`pack` or :func:`hold` raises.
     """
     with plainly():
         return _Emission(log).program(item, marks, whole)
@@ -70,12 +70,12 @@ class _Emission:
             if tensor.requires_grad:
                 of.refuse("its result requires a gradient")
             if not tensor.is_meta:
-                of.count(tensor.untyped_storage().nbytes())
+                of.count(tensor.untyped_storage().nbytes() if of.alone else 0)
                 return None
             results.append(of.number_of(tensor))
             return len(results) - 1
 
-        packed_item = pack(item, hole)
+        taken: bytes | Held = pack(item, hole) if of.alone else hold(item, hole)
         kept = self._needed({*results, *(guard.value for guard in of.guards)})
         drafts = list(self._drafts(kept, set(results)))
         holes = [self._key(Ref(number)) for number in results]
@@ -94,7 +94,7 @@ class _Emission:
             guards=tuple(
                 guard._replace(value=slots[key]) for guard, key in zip(of.guards, guarded, strict=True)
             ),
-            holes=tuple(slots[key] for key in holes), item=packed_item, done=len(marks), form=_forms(of, marks),
+            holes=tuple(slots[key] for key in holes), item=taken, done=len(marks), form=_forms(of, marks),
         )  # fmt: skip
 
     def _needed(self, numbers: set[int]) -> list[Operation]:

@@ -11,17 +11,25 @@ there, with random states as they were, so that nothing of the transform is left
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from monai_gds.pipeline.randomness import States
+from monai_gds.pipeline.split import Split
 from monai_gds.programs import kept
 from monai_gds.programs.emission import emit
 from monai_gds.programs.ghostly import Refused, is_ghost, plainly
+from monai_gds.programs.indices import standing_in
 from monai_gds.programs.modes import beyond_modes
-from monai_gds.programs.program import Asked, Guess, Program
+from monai_gds.programs.program import Asked, Guess, Program, replaced, tensors_in
 from monai_gds.programs.recording import Recording
+
+if TYPE_CHECKING:
+    from monai_gds.records.pending import PendingItem
+    from monai_gds.tiles.runs import Runs
 
 #: Dtype and shape of tensors, by their names in the record.
 Forms: TypeAlias = "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]"
@@ -61,11 +69,23 @@ class Recorder:
         target: where the program will run: a CUDA device with its index, or the CPU. It need not exist here.
         guesses: values that transforms ask for: :attr:`GuardFailed.found` of this item or others, and
             :attr:`GuardFailed.values` of this one.
+        alone: whether nothing else runs in this process. Otherwise what others share is left alone, so only crops and
+            pads of MONAI's own may be recorded: what no mode of torch sees is not looked for, and random states of the
+            process are not put back. The program has no guards. It is for this process, and for one replay.
     """
 
-    def __init__(self, forms: Forms, target: torch.device, guesses: Mapping[Asked, Guess] | None = None) -> None:
-        self._forms, self._target, self._guesses = forms, target, guesses or {}
-        self._recording = Recording(forms, target, self._guesses)
+    def __init__(
+        self, forms: Forms, target: torch.device, guesses: Mapping[Asked, Guess] | None = None, alone: bool = True
+    ) -> None:
+        self._forms, self._target, self._guesses, self._alone = forms, target, guesses or {}, alone
+        self._recording = self._new(self._guesses)
+
+    def _new(self, guesses: Mapping[Asked, Guess]) -> Recording:
+        return Recording(self._forms, self._target, guesses, self._alone)
+
+    def know(self, values: Mapping[str, Tensor]) -> None:
+        """Has transforms get the values of these tensors of the record, by name, if they ask. For ``make``."""
+        self._recording.know(values)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name in the record of the tensor that this is a view of; None if it is none, or was written to."""
@@ -101,6 +121,7 @@ class Recorder:
         """
         count = len(steps) if most is None else min(most, len(steps))
         refused = None if count == len(steps) else Refusal(count, type(steps[count]).__name__, "it is not recorded")
+        steps = steps[:count]
         with kept.in_attributes(steps):
             return self._recorded(steps, apply, make, count, refused)
 
@@ -112,10 +133,10 @@ class Recorder:
         count: int,
         refused: Refusal | None,
     ) -> Recorded:
-        before, guesses = kept.Before(steps), dict(self._guesses)
+        before, guesses = kept.Before(steps) if self._alone else States(steps), dict(self._guesses)
         while True:
-            run = _Run(Recording(self._forms, self._target, guesses), steps[:count], apply)
-            self._recording = run.recording
+            self._recording = self._new(guesses)
+            run = _Run(self._recording, steps[:count], apply)
             program = run.program(make(dict(run.recording.ghosts)), whole=refused is None) if count else None
             if program is not None or not count:
                 return Recorded(program, refused)
@@ -129,6 +150,49 @@ class Recorder:
                 continue
             refused = Refusal(done, type(steps[done]).__name__, run.recording.refused)
             count = done
+
+
+class RecordGone(Exception):
+    """The record turned out to be unusable, which has been reported, or was deleted."""
+
+
+def record_item(
+    recorder: Recorder, split: Split, lazy: PendingItem, item: Any, most: int | None = None,
+    after: Callable[[Callable[..., Any], Any], None] = lambda step, item: None,
+) -> Recorded:  # fmt: skip
+    """Records the random transforms of an item whose record may have indices of its labels.
+
+    Args:
+        recorder: of the record's tensors.
+        split: the pipeline.
+        lazy: the record.
+        item: the dataset's own item.
+        most: how many transforms to record at most.
+        after: called with each transform and what it gave.
+
+    Raises:
+        RecordGone: the record cannot be used.
+        BaseException: see :meth:`Recorder.record`.
+    """
+
+    def runs_of(label: Tensor, image: Tensor | None = None, threshold: str = "", /) -> Runs | None:
+        of_label, of_image = recorder.name_of(label), "" if image is None else recorder.name_of(image)
+        return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
+
+    def apply(step: Callable[..., Any], item: Any) -> Any:
+        with standing_in(step, item, runs_of):
+            item = split.step(step, item)
+        after(step, item)
+        return item
+
+    def make(ghosts: Mapping[str, Tensor]) -> Any:
+        found = lazy.wait(item, ghosts)
+        if found is None:
+            raise RecordGone
+        recorder.know(lazy.values)
+        return found[0]
+
+    return recorder.record(split.steps(), apply, make, most)
 
 
 class _Run:
@@ -145,9 +209,12 @@ class _Run:
         recording = self.recording
         try:
             if recording.target.type != "cpu":
-                item = _lifted(item, recording.lifted, {})
+                item = _lifted(item, recording.lifted)
+            if not recording.alone:
+                self._check_places(item)
             for recording.transform, step in enumerate(self._steps):
-                with beyond_modes(recording), recording:  # the one place in which transforms see ghosts
+                beyond = beyond_modes(recording) if recording.alone else nullcontext()
+                with beyond, recording:  # the one place in which transforms see ghosts
                     item = self._apply(step, item)
                 self._check(step, item)
                 self.marks.append(len(recording.operations))
@@ -157,6 +224,14 @@ class _Run:
         except Exception as e:
             recording.remember(_reason(e))
             return None
+
+    def _check_places(self, item: Any) -> None:
+        """Refuses an item in which tensors of the record are where nothing can replace them."""
+        with plainly():
+            seen = {tensor.untyped_storage()._cdata for tensor, where in tensors_in(item) if where == "seen"}
+        missing = {name for memory, name in self.recording.names.items() if memory not in seen}
+        if missing:
+            self.recording.refuse(f"the tensor {min(missing)!r} of the record is not within dicts and lists")
 
     def _check(self, step: Callable[..., Any], item: Any) -> None:
         """Refuses a transform that hid a refusal, keeps a ghost, or gives one that did not come from operations."""
@@ -187,24 +262,20 @@ def _tensors(item: Any) -> Iterator[Tensor]:
             todo.extend(value)
 
 
-def _lifted(value: Any, lift: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    """An item with ghosts in place of its real tensors. Changes dicts and lists in place, which keeps their types."""
-    if isinstance(value, Tensor):
-        if is_ghost(value):
-            return value
-        if id(value) not in known:
+def _lifted(item: Any, lift: Callable[[Tensor], Tensor]) -> Any:
+    """An item with ghosts in place of its real tensors. Changes dicts and lists in place."""
+    known: dict[int, Tensor] = {}
+
+    def lifted(tensor: Tensor) -> Tensor:
+        if is_ghost(tensor):
+            return tensor
+        if id(tensor) not in known:
             with plainly():
-                known[id(value)] = lift(value.as_subclass(Tensor)).as_subclass(type(value))
-            known[id(value)].__dict__ = value.__dict__
-        return known[id(value)]
-    if isinstance(value, dict):
-        for key, part in value.items():
-            value[key] = _lifted(part, lift, known)
-    elif isinstance(value, list):
-        value[:] = [_lifted(part, lift, known) for part in value]
-    elif type(value) is tuple:
-        return tuple(_lifted(part, lift, known) for part in value)
-    return value
+                known[id(tensor)] = lift(tensor.as_subclass(Tensor)).as_subclass(type(tensor))
+            known[id(tensor)].__dict__ = tensor.__dict__
+        return known[id(tensor)]
+
+    return replaced(item, lifted)
 
 
 def _reason(error: BaseException) -> str:

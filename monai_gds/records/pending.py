@@ -93,11 +93,12 @@ class PendingItem:
         later: dtype and shape, by name, of each tensor that is not being read. :meth:`read` reads boxes of those in
             tiles, and all of any other. Tensors that come as NumPy arrays, are complex or require a gradient are among
             them only if nothing is being read.
+        values: the tensors that are not in :attr:`later`, as the last :meth:`wait` read them, by name.
         nbytes: bytes of the record. If boxes are read, bytes of the reads begun so far, and of the memory of what they
             are unpacked to.
     """
 
-    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "_whole", "later", "nbytes")
+    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "later", "nbytes", "values")
 
     def __init__(self, reader: RecordReader, path: str, head: RecordHead, begun: Begun | None, first: First) -> None:
         self._reader, self._path, self._head, self._first = reader, path, head, first
@@ -108,7 +109,7 @@ class PendingItem:
         self.nbytes = 0 if first == "head" else head.rest.reads.total if self.later else head.file.size
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
-        self._whole: dict[int, tuple[str, torch.Tensor]] = {}  # what is not in :attr:`later`, by its address
+        self.values: Mapping[str, torch.Tensor] = _NONE
 
     @property
     def ready(self) -> bool:
@@ -120,7 +121,7 @@ class PendingItem:
 
         Args:
             item: the dataset's own item, from which values are taken that no record can store.
-            tensors: take the place of those in :attr:`later`, by name.
+            tensors: take the place of those in :attr:`later`, and of others in :attr:`forms`, by name.
 
         Returns:
             ``(item,)``, since an item may itself be None. It shares nothing with that of another call. None if the
@@ -147,8 +148,8 @@ class PendingItem:
         tensors = _whole(self._reader, self._path, self._head, table, begun)
         if begun.verify:
             self._reader.mark_verified(self._path, self._head.file, whole=not self.later)
-        if self.later and self._head.runs:
-            self._whole = {tensor.data_ptr(): (name, tensor) for name, tensor in tensors.items()}
+        if self.later:
+            self.values = tensors
         return self._head.recipe({**tensors, **given}, item)
 
     def _arrays(self) -> dict[str, torch.Tensor]:
@@ -157,6 +158,11 @@ class PendingItem:
             return {}
         table = self._head.part(self._head.recipe.plan.arrays)
         return _whole(self._reader, self._path, self._head, table, self._reader.begin(self._path, self._head, table))
+
+    @property
+    def forms(self) -> Mapping[str, TensorForm]:
+        """Dtype and shape, by name, of each tensor that may be given to :meth:`wait`."""
+        return self._head.forms()
 
     @property
     def runs(self) -> Mapping[tuple[str, str, str], Runs]:
@@ -171,12 +177,6 @@ class PendingItem:
             for key, (table, _) in self._head.runs.items()
         }
 
-    def name_of(self, tensor: torch.Tensor) -> str | None:
-        """The name of the tensor, not in :attr:`later`, of which this shows all as the last :meth:`wait` gave it."""
-        name, whole = self._whole.get(tensor.data_ptr(), (None, tensor))
-        same = tensor.shape == whole.shape and tensor.dtype == whole.dtype and tensor.is_contiguous()
-        return name if same else None
-
     def _run_block(self, key: RunsKey, block: int) -> tuple[np.ndarray, np.ndarray]:
         try:
             return self._reader.run_block(self._path, self._head, key, block)
@@ -190,20 +190,22 @@ class PendingItem:
 
         Args:
             boxes: which voxels, by the name of the tensor; none of them empty. A tensor that is not in tiles is read
-                whole.
+                whole, unless it is in :attr:`values`.
         """
         stages.enter("reading")
         head, reader = self._head, self._reader
         volumes = Volumes(reader, self._path, head, self._found)
         if self._error is not None:
             reader.give_up(self._path, self._error)
+            volumes.failed = True
             return volumes
         on_device = reader.unpacks_there()
         volumes.parts = [
             Part.of(name, head, wanted, on_device) for name, wanted in boxes.items() if wanted and name in head.tiled
         ]
         self.nbytes += sum(part.selection.nbytes + part.nbytes for part in volumes.parts)
-        whole = boxes.keys() - head.tiled.keys()
+        volumes.given = {name: Whole(tensor) for name, tensor in self.values.items() if name in boxes}
+        whole = boxes.keys() - head.tiled.keys() - volumes.given.keys()
         try:
             if volumes.parts:
                 volumes.begun = reader.begin_boxes(self._path, head, volumes.parts)
@@ -253,7 +255,8 @@ class Volumes:
         begun: their read.
         table: other tensors, which are read whole.
         whole: their read.
-        failed: whether a read could not be begun, which has been reported.
+        given: those that were read before.
+        failed: whether they cannot be read, which has been reported.
     """
 
     def __init__(self, reader: RecordReader, path: str, head: RecordHead, runs: _Found) -> None:
@@ -262,6 +265,7 @@ class Volumes:
         self.table: TensorTable | None = None
         self.begun: Begun | None = None
         self.whole: Begun | None = None
+        self.given: Mapping[str, Whole] = {}
         self.failed = False
         self._found: dict[str, Volume | Whole] | None = None
         self._lock = threading.Lock()
@@ -274,16 +278,20 @@ class Volumes:
             which has been reported, or was replaced or deleted meanwhile: compute the item, or start again.
         """
         with self._lock:
-            begun, whole, self.begun, self.whole = self.begun, self.whole, None, None
-            if not self.failed and (begun is not None or whole is not None):
+            if self._found is None and not self.failed:
                 try:
-                    found: dict[str, Volume | Whole] = {} if begun is None else {**self._unpacked(begun)}
-                    if whole is not None and self.table is not None:
-                        tensors = _whole(self._reader, self._path, self._head, self.table, whole)
+                    found: dict[str, Volume | Whole] = {**self.given}
+                    if self.begun is not None:
+                        found |= self._unpacked(self.begun)
+                    if self.whole is not None and self.table is not None:
+                        tensors = _whole(self._reader, self._path, self._head, self.table, self.whole)
                         found |= {name: Whole(tensor) for name, tensor in tensors.items()}
                     self._found = found
                 except Exception as e:
                     self._reader.give_up(self._path, e)
+                    self.failed = True
+                finally:
+                    self.begun = self.whole = None
             return self._found
 
     def _unpacked(self, begun: Begun) -> dict[str, Volume]:

@@ -24,7 +24,7 @@ from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.dataset.session import Begun
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.randomness import States, put_state
-from monai_gds.programs.ghosts import Ghosts
+from monai_gds.programs import recorder
 from monai_gds.records.pending import PendingItem, Volumes
 from tests.global_states import GlobalStates
 from tests.same import assert_same, strides
@@ -115,17 +115,17 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
         self.boxes: list[dict[str, Any]] = []
-        run, read = Ghosts.run, PendingItem.read
+        run, read = recorder.standing_in, PendingItem.read
 
-        def watched_run(ghosts: Ghosts, step: Any, *args: Any) -> Any:
+        def watched_run(step: Any, *args: Any) -> Any:
             self.ran.append(type(step).__name__)
-            return run(ghosts, step, *args)
+            return run(step, *args)
 
         def watched_read(lazy: PendingItem, boxes: Any) -> Volumes:
             self.boxes.append(boxes)
             return read(lazy, boxes)
 
-        patch.setattr(Ghosts, "run", watched_run)
+        patch.setattr(recorder, "standing_in", watched_run)
         patch.setattr(PendingItem, "read", watched_read)
 
     def whole(self) -> list[bool]:
@@ -634,18 +634,18 @@ def test_a_crop_that_draws_from_a_global_generator(
 
 def test_the_training_draws_from_global_generators_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise, time steps, dropout: what the training draws under a seed is what it draws without this dataset."""
-    run, drawn_by_training = Ghosts.run, list[tuple[float, ...]]()
+    run, drawn_by_training = recorder.standing_in, list[tuple[float, ...]]()
 
     def train() -> None:
         drawn_by_training.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
 
-    def while_the_training_goes_on(self: Ghosts, *args: Any) -> Any:
+    def while_the_training_goes_on(*args: Any) -> Any:
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
-        return run(self, *args)
+        return run(*args)
 
-    monkeypatch.setattr(Ghosts, "run", while_the_training_goes_on)
+    monkeypatch.setattr(recorder, "standing_in", while_the_training_goes_on)
     mine = dataset(folder, lambda: [crop()])
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1)

@@ -20,7 +20,7 @@ from monai.transforms.traits import RandomizableTrait
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.ghosts import drawn_ahead
+from monai_gds.programs.ahead import drawn_ahead
 from tests.recipes import RECIPES, loaded, volumes
 from tests.roundtrip import without_ids
 from tests.same import assert_same, strides
