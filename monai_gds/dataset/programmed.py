@@ -113,7 +113,7 @@ def _recorded(
         nonlocal plain
         if step is steps[-1]:  # here, where nobody waits
             reset_ops_id(item)
-            plain = not any(where == "hidden" and is_ghost(tensor) for tensor, where in tensors_in(item))
+            plain = not any(hidden and is_ghost(tensor) for tensor, hidden in tensors_in(item))
 
     recorded = record_item(Recorder(lazy.later, target, guesses), split, lazy, item, most, after)
     return recorded, plain and recorded.refused is None

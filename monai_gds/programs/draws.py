@@ -168,7 +168,7 @@ class Draws:
         return turn.volumes is not None
 
     def _draw(self, turn: Turn, count: int, since: States | None = None, at_turn: bool = False) -> None:
-        """Runs the first steps of an item on ghosts and begins to read what they cover. Random states stay as they are.
+        """Records the first steps of an item and begins to read what they touch. Random states stay as they are.
 
         Args:
             turn: the item. Its ``volumes`` are set, or its ``lazy`` becomes None if the record is of no use.
@@ -195,16 +195,13 @@ class Draws:
 
     def _drawn(self, turn: Turn, count: int, before: States) -> _Drawn | None:
         """An item after its first steps; None if all of its values are needed, or the record is of no use."""
-        lazy, why = turn.lazy, ""
-        assert lazy is not None, "the caller has checked"
-        for done, step in enumerate(self._steps[:count]):
-            if why := why_not_now(step):
-                self._give_up(done, why)
-                count = done
-                break
-        recorder = Recorder(lazy.forms, self._device, alone=False)
+        assert turn.lazy is not None, "the caller has checked"
+        changed = next(((i, why) for i, step in enumerate(self._steps[:count]) if (why := why_not_now(step))), None)
+        if changed is not None:
+            count = self._give_up(*changed)
+        recorder = Recorder(turn.lazy.later, self._device, views_only=True)
         try:
-            program, refused = record_item(recorder, self.split, lazy, turn.item, count)
+            program, refused = record_item(recorder, self.split, turn.lazy, turn.item, count)
         except RecordGone:
             turn.lazy = None
             return None
@@ -212,10 +209,11 @@ class Draws:
             self._give_up(refused.step, refused.why)
         return None if program is None else _Drawn(program, before, States(self._steps))
 
-    def _give_up(self, step: int, why: str) -> None:
-        """Leaves a step to its turn, and those after it, in this loop."""
+    def _give_up(self, step: int, why: str) -> int:
+        """Has a step, and those after it, run on values in this loop. Returns its number."""
         self._notes[type(self._steps[step]).__name__] = why
         self._on_ghosts = min(step, self._on_ghosts)
+        return step
 
     def _read_whole(self, turn: Turn) -> None:
         assert turn.lazy is not None, "the caller has checked"

@@ -6,7 +6,7 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monai_gds.programs.ghostly import plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
-from monai_gds.programs.program import Constant, Held, Program, Step, View, hold, pack
+from monai_gds.programs.program import Constant, Program, Step, View, hold, pack
 
 _aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ _Key: TypeAlias = int
 _LINE = 64
 
 
-def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
+def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, held: bool = False) -> Program:
     """Makes the program of what was recorded.
 
     Args:
@@ -33,13 +33,14 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
         item: the result, with ghosts.
         marks: how many operations there were after each transform.
         whole: whether no transform runs after the program.
+        held: whether the item is not copied, so that the program is for this process and one replay.
 
     Raises:
         Refused: the item holds a tensor that does not come from the recording.
         Exception: whatever :func:`pack` or :func:`hold` raises.
     """
     with plainly():
-        return _Emission(log).program(item, marks, whole)
+        return _Emission(log).program(item, marks, whole, hold if held else pack)
 
 
 class _Draft(NamedTuple):
@@ -61,7 +62,9 @@ class _Emission:
         self._constants: dict[Any, tuple[_Key, Tensor, bool]] = {}
         self._uploaded: dict[int, _Key] = {}  # ghosts that are constants
 
-    def program(self, item: Any, marks: Sequence[int], whole: bool) -> Program:
+    def program(
+        self, item: Any, marks: Sequence[int], whole: bool, put: Callable[[Any, Callable[[Tensor], int | None]], Any]
+    ) -> Program:
         """See :func:`emit`."""
         of = self._of
         results: list[int] = []
@@ -70,12 +73,12 @@ class _Emission:
             if tensor.requires_grad:
                 of.refuse("its result requires a gradient")
             if not tensor.is_meta:
-                of.count(tensor.untyped_storage().nbytes() if of.alone else 0)
+                of.count(tensor.untyped_storage().nbytes() if put is pack else 0)
                 return None
             results.append(of.number_of(tensor))
             return len(results) - 1
 
-        taken: bytes | Held = pack(item, hole) if of.alone else hold(item, hole)
+        taken = put(item, hole)
         kept = self._needed({*results, *(guard.value for guard in of.guards)})
         drafts = list(self._drafts(kept, set(results)))
         holes = [self._key(Ref(number)) for number in results]

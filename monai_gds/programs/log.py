@@ -100,42 +100,31 @@ class Log(Ghostly):
     Args:
         forms: dtype and shape of the record's tensors that are ghosts, by name.
         target: where the program will run.
-        alone: whether nothing else runs in this process. Otherwise the program is replayed in it.
 
     Attributes:
         forms: as given.
-        alone: as given.
         ghosts: the ghosts of the record's tensors, by name.
         names: the names of the record's tensors, by their memory.
         operations: those recorded so far.
         places: what identifies the ghosts, by their numbers.
         guards: the bools that were guessed.
-        known: the values of some of the record's tensors, by name.
-        unknown: the memory whose values depend on others of them.
+        unknown: the memory whose values depend on the record's tensors.
         written: how often memory was written to.
     """
 
-    def __init__(
-        self, forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], target: torch.device, alone: bool
-    ) -> None:
+    def __init__(self, forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], target: torch.device) -> None:
         super().__init__(target)
-        self.forms, self.alone = forms, alone
+        self.forms = forms
         self.ghosts = {n: torch.empty(shape, dtype=dtype, device="meta") for n, (dtype, shape) in forms.items()}
         self.names = {ghost.untyped_storage()._cdata: name for name, ghost in self.ghosts.items()}
         self.operations: list[Operation] = []
         self.places: list[Place] = []
         self.guards: list[Guard] = []
-        self.known: Mapping[str, Tensor] = {}
         self.unknown: set[int] = set(self.names)
         self.written: Counter[int] = Counter()
         self._numbers: dict[Place, int] = {}
         self._kept: list[Tensor] = []  # memory that is freed could be used again, for something else
         self._constant_bytes = 0
-
-    def know(self, values: Mapping[str, Tensor]) -> None:
-        """Has transforms get the values of these tensors of the record if they ask for them."""
-        self.known = values
-        self.unknown = {storage for storage, name in self.names.items() if name not in values}
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a ghost.

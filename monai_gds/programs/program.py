@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import string_at
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -255,10 +255,10 @@ def hold(item: Any, number: Callable[[Tensor], int | None]) -> Held:
         ValueError: a tensor that has a number is elsewhere than in dicts, lists and tuples, such as in metadata.
     """
     ghosts = []
-    for tensor, where in tensors_in(item):
-        if where == "seen" and number(tensor) is not None:
+    for tensor, hidden in tensors_in(item):
+        if not hidden and number(tensor) is not None:
             ghosts.append(tensor)
-        elif where == "hidden" and tensor.is_meta:
+        elif hidden and tensor.is_meta:
             raise ValueError("it puts a volume elsewhere than into dicts and lists")
     return Held(item, ghosts)
 
@@ -289,8 +289,8 @@ def replaced(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def tensors_in(item: Any) -> Iterator[tuple[Tensor, Literal["seen", "hidden"]]]:
-    """Each tensor of an item, once: those that :func:`replaced` sees, and those hidden in metadata or other objects."""
+def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:
+    """Each tensor of an item, and whether :func:`replaced` does not see it: in metadata, or within other objects."""
     todo, met = [(item, False)], set[tuple[int, bool]]()
     while todo:
         value, hidden = todo.pop()
@@ -298,7 +298,7 @@ def tensors_in(item: Any) -> Iterator[tuple[Tensor, Literal["seen", "hidden"]]]:
             continue
         met.add((id(value), hidden))
         if isinstance(value, Tensor):
-            yield value, "hidden" if hidden else "seen"
+            yield value, hidden
             todo += [(part, True) for part in vars(value).values()]
         elif isinstance(value, dict):
             todo += [(part, hidden) for part in value.values()]

@@ -11,7 +11,7 @@ there, with random states as they were, so that nothing of the transform is left
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from monai_gds.programs import kept
 from monai_gds.programs.emission import emit
 from monai_gds.programs.ghostly import Refused, is_ghost, plainly
 from monai_gds.programs.indices import standing_in
+from monai_gds.programs.log import place_of
 from monai_gds.programs.modes import beyond_modes
 from monai_gds.programs.program import Asked, Guess, Program, replaced, tensors_in
 from monai_gds.programs.recording import Recording
@@ -69,23 +70,17 @@ class Recorder:
         target: where the program will run: a CUDA device with its index, or the CPU. It need not exist here.
         guesses: values that transforms ask for: :attr:`GuardFailed.found` of this item or others, and
             :attr:`GuardFailed.values` of this one.
-        alone: whether nothing else runs in this process. Otherwise what others share is left alone, so only crops and
-            pads of MONAI's own may be recorded: what no mode of torch sees is not looked for, and random states of the
-            process are not put back. The program has no guards. It is for this process, and for one replay.
+        views_only: whether the transforms are crops and pads of MONAI's own. They are refused if they give anything but
+            views of ghosts, so no mode of torch is needed, which would cost half as much again. Nothing is changed that
+            threads share, such as random states of the process. Other tensors of the item stay as they are, on any
+            device. The program is for this process and one replay.
     """
 
     def __init__(
-        self, forms: Forms, target: torch.device, guesses: Mapping[Asked, Guess] | None = None, alone: bool = True
+        self, forms: Forms, target: torch.device, guesses: Mapping[Asked, Guess] | None = None, views_only: bool = False
     ) -> None:
-        self._forms, self._target, self._guesses, self._alone = forms, target, guesses or {}, alone
-        self._recording = self._new(self._guesses)
-
-    def _new(self, guesses: Mapping[Asked, Guess]) -> Recording:
-        return Recording(self._forms, self._target, guesses, self._alone)
-
-    def know(self, values: Mapping[str, Tensor]) -> None:
-        """Has transforms get the values of these tensors of the record, by name, if they ask. For ``make``."""
-        self._recording.know(values)
+        self._forms, self._target, self._guesses, self._views_only = forms, target, guesses or {}, views_only
+        self._recording = Recording(forms, target, self._guesses)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name in the record of the tensor that this is a view of; None if it is none, or was written to."""
@@ -133,10 +128,10 @@ class Recorder:
         count: int,
         refused: Refusal | None,
     ) -> Recorded:
-        before, guesses = kept.Before(steps) if self._alone else States(steps), dict(self._guesses)
+        before, guesses = States(steps) if self._views_only else kept.Before(steps), dict(self._guesses)
         while True:
-            self._recording = self._new(guesses)
-            run = _Run(self._recording, steps[:count], apply)
+            self._recording = Recording(self._forms, self._target, guesses)
+            run = _Run(self._recording, steps[:count], apply, self._views_only)
             program = run.program(make(dict(run.recording.ghosts)), whole=refused is None) if count else None
             if program is not None or not count:
                 return Recorded(program, refused)
@@ -175,8 +170,11 @@ def record_item(
         BaseException: see :meth:`Recorder.record`.
     """
 
+    def name_of(tensor: Tensor) -> str | None:
+        return recorder.name_of(tensor) or lazy.name_of(tensor)
+
     def runs_of(label: Tensor, image: Tensor | None = None, threshold: str = "", /) -> Runs | None:
-        of_label, of_image = recorder.name_of(label), "" if image is None else recorder.name_of(image)
+        of_label, of_image = name_of(label), "" if image is None else name_of(image)
         return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
 
     def apply(step: Callable[..., Any], item: Any) -> Any:
@@ -189,7 +187,6 @@ def record_item(
         found = lazy.wait(item, ghosts)
         if found is None:
             raise RecordGone
-        recorder.know(lazy.values)
         return found[0]
 
     return recorder.record(split.steps(), apply, make, most)
@@ -199,26 +196,32 @@ class _Run:
     """One run of transforms on ghosts."""
 
     def __init__(
-        self, recording: Recording, steps: Sequence[Callable[..., Any]], apply: Callable[[Any, Any], Any]
+        self,
+        recording: Recording,
+        steps: Sequence[Callable[..., Any]],
+        apply: Callable[[Any, Any], Any],
+        views_only: bool,
     ) -> None:
-        self.recording, self._steps, self._apply = recording, steps, apply
+        self.recording, self._steps, self._apply, self._views_only = recording, steps, apply, views_only
         self.marks: list[int] = []  # operations after each transform
 
     def program(self, item: Any, whole: bool) -> Program | None:
         """The program; None if something was refused."""
         recording = self.recording
         try:
-            if recording.target.type != "cpu":
-                item = _lifted(item, recording.lifted)
-            if not recording.alone:
+            if self._views_only:
                 self._check_places(item)
+            elif recording.target.type != "cpu":
+                item = _lifted(item, recording.lifted)
             for recording.transform, step in enumerate(self._steps):
-                beyond = beyond_modes(recording) if recording.alone else nullcontext()
-                with beyond, recording:  # the one place in which transforms see ghosts
+                with ExitStack() as modes:  # the one place in which transforms see ghosts
+                    if not self._views_only:
+                        modes.enter_context(beyond_modes(recording))
+                        modes.enter_context(recording)
                     item = self._apply(step, item)
                 self._check(step, item)
                 self.marks.append(len(recording.operations))
-            return emit(recording, item, self.marks, whole)
+            return emit(recording, item, self.marks, whole, self._views_only)
         except Refused:
             return None
         except Exception as e:
@@ -228,7 +231,7 @@ class _Run:
     def _check_places(self, item: Any) -> None:
         """Refuses an item in which tensors of the record are where nothing can replace them."""
         with plainly():
-            seen = {tensor.untyped_storage()._cdata for tensor, where in tensors_in(item) if where == "seen"}
+            seen = {t.untyped_storage()._cdata for t, hidden in tensors_in(item) if not hidden and t.is_meta}
         missing = {name for memory, name in self.recording.names.items() if memory not in seen}
         if missing:
             self.recording.refuse(f"the tensor {min(missing)!r} of the record is not within dicts and lists")
@@ -246,7 +249,17 @@ class _Run:
             if tensor.requires_grad:
                 recording.refuse("its result requires a gradient")
             if is_ghost(tensor):
+                if self._views_only:
+                    self._check_view(tensor)
                 recording.number_of(tensor)
+
+    def _check_view(self, tensor: Tensor) -> None:
+        """Refuses a ghost that is no view of a tensor of the record as it lies there."""
+        with plainly():
+            if not self.recording.is_leaf(place_of(tensor)):
+                self.recording.refuse("it makes a tensor of its own")
+            if tensor._version:
+                self.recording.refuse("it writes in place")
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:

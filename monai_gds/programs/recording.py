@@ -28,9 +28,6 @@ _aten = torch.ops.aten
 #: Operations that give the same bits on every device, beside views: they move or repeat values.
 _EXACT = frozenset(["clone", "fill_", "zero_", "zeros", "ones", "full", "scalar_tensor", "eye", "cat", "stack"])
 
-#: And these if they give integers. They turn an index into a place.
-_EXACT_OF_INTEGERS = frozenset(["remainder", "floor_divide", "div", "add", "sub", "mul"])
-
 
 class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down the operations on ghosts within a ``with`` block.
@@ -40,7 +37,6 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         target: where the program will run.
         guesses: by :attr:`Guard.place`, what values are. Bools that are not here count as False, and tensors as what
             the CPU computes.
-        alone: whether nothing else runs in this process. Otherwise nothing is guessed.
 
     Attributes:
         transform: the number of the transform that runs.
@@ -51,9 +47,8 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         target: torch.device,
         guesses: Mapping[Asked, Guess],
-        alone: bool,
     ) -> None:
-        Log.__init__(self, forms, target, alone)
+        Log.__init__(self, forms, target)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.transform = 0
         self._guesses = guesses
@@ -63,11 +58,6 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or the first recording would import torch._dynamo, which takes seconds
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Whether torch compiles functions in spite of this mode: its other answer would hold for all threads."""
-        return True
 
     def __enter__(self) -> Recording:
         self._functions = Functions(self)
@@ -108,14 +98,13 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not wanted.isdisjoint(operation.writes):
                     needed.append(operation)
                     wanted.update(operation.reads)
-            known = _Values(self)
+            known: dict[int, Tensor] = {}
             with torch._C._DisableTorchDispatch(), torch.no_grad():
                 for operation in reversed(needed):
                     _run(operation, known)
                 found = known[number].clone()
             # Threads share large tensors, and the last bits at the ends of their shares depend on how many there are.
-            here = not self.alone and self.target.type == "cpu"
-            if not found.numel() or here or all(map(self._is_exact, needed)):
+            if not found.numel() or all(map(self._is_exact, needed)):
                 return found
             return self._guarded(tensor, found)
 
@@ -146,8 +135,6 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _guess(self, tensor: Tensor, otherwise: Any) -> Any:
         """What the value of a ghost is guessed to be, which the replay compares."""
         place = self.transform, sum(guard.place[0] == self.transform for guard in self.guards)
-        if not self.alone:
-            self.refuse("it uses values that are computed from voxels")
         guess: Any = self._guesses.get(place)
         if type(guess) is not type(otherwise) or (isinstance(guess, bytes) and len(guess) != len(otherwise)):
             guess = otherwise
@@ -167,9 +154,6 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_exact(self, operation: Operation) -> bool:
         """Whether an operation gives the same bits everywhere."""
         name = operation.about.name.partition("::")[2].partition(".")[0]
-        if name in _EXACT_OF_INTEGERS:
-            given = [self.places[out].dtype for out in operation.outs if out is not None]
-            return not any(dtype.is_floating_point or dtype.is_complex for dtype in given)
         if operation.about.view or name not in ("_to_copy", "copy_"):
             return operation.about.view or name in _EXACT
         source, number = operation.args[name == "copy_"], operation.outs[0]
@@ -292,7 +276,6 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         positional = tuple(_mapped(taken, arg) for arg in args)
         writes = {tensor.untyped_storage()._cdata for tensor in _written(of, args, kwargs)}
         self.written.update(writes)
-        unknown = unknown or not self.names.keys().isdisjoint(writes)  # it is not what was read any more
         writes.update(place.storage for place in places if place is not None)
         if not (of.view or of.mutable) and kind == ON_HOST:
             self.on_host |= writes
@@ -304,19 +287,6 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self.operations.append(Operation(func, positional, named, numbers, reads, tuple(writes), of, kind))
         return made
-
-
-class _Values(dict[int, Tensor]):
-    """The values of ghosts by their numbers, as far as they were computed; those that were read are there."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__()
-        self._log = log
-
-    def __missing__(self, number: int) -> Tensor:
-        place = self._log.places[number]
-        whole = self._log.known[self._log.names[place.storage]].cpu()
-        return whole.as_strided(place.size, place.stride, whole.storage_offset() + place.offset)
 
 
 def _run(operation: Operation, known: dict[int, Tensor]) -> None:

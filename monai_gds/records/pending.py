@@ -93,12 +93,11 @@ class PendingItem:
         later: dtype and shape, by name, of each tensor that is not being read. :meth:`read` reads boxes of those in
             tiles, and all of any other. Tensors that come as NumPy arrays, are complex or require a gradient are among
             them only if nothing is being read.
-        values: the tensors that are not in :attr:`later`, as the last :meth:`wait` read them, by name.
         nbytes: bytes of the record. If boxes are read, bytes of the reads begun so far, and of the memory of what they
             are unpacked to.
     """
 
-    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "later", "nbytes", "values")
+    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "_whole", "later", "nbytes")
 
     def __init__(self, reader: RecordReader, path: str, head: RecordHead, begun: Begun | None, first: First) -> None:
         self._reader, self._path, self._head, self._first = reader, path, head, first
@@ -109,7 +108,7 @@ class PendingItem:
         self.nbytes = 0 if first == "head" else head.rest.reads.total if self.later else head.file.size
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
-        self.values: Mapping[str, torch.Tensor] = _NONE
+        self._whole: Mapping[str, torch.Tensor] = _NONE  # what is not in :attr:`later`
 
     @property
     def ready(self) -> bool:
@@ -121,7 +120,7 @@ class PendingItem:
 
         Args:
             item: the dataset's own item, from which values are taken that no record can store.
-            tensors: take the place of those in :attr:`later`, and of others in :attr:`forms`, by name.
+            tensors: take the place of those in :attr:`later`, by name.
 
         Returns:
             ``(item,)``, since an item may itself be None. It shares nothing with that of another call. None if the
@@ -148,8 +147,8 @@ class PendingItem:
         tensors = _whole(self._reader, self._path, self._head, table, begun)
         if begun.verify:
             self._reader.mark_verified(self._path, self._head.file, whole=not self.later)
-        if self.later:
-            self.values = tensors
+        if self.later and self._head.runs:
+            self._whole = tensors
         return self._head.recipe({**tensors, **given}, item)
 
     def _arrays(self) -> dict[str, torch.Tensor]:
@@ -158,11 +157,6 @@ class PendingItem:
             return {}
         table = self._head.part(self._head.recipe.plan.arrays)
         return _whole(self._reader, self._path, self._head, table, self._reader.begin(self._path, self._head, table))
-
-    @property
-    def forms(self) -> Mapping[str, TensorForm]:
-        """Dtype and shape, by name, of each tensor that may be given to :meth:`wait`."""
-        return self._head.forms()
 
     @property
     def runs(self) -> Mapping[tuple[str, str, str], Runs]:
@@ -177,6 +171,14 @@ class PendingItem:
             for key, (table, _) in self._head.runs.items()
         }
 
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of the tensor, not in :attr:`later`, of which this shows all, as the last :meth:`wait` gave it."""
+        for name, whole in self._whole.items():
+            same = tensor.shape == whole.shape and tensor.dtype == whole.dtype and tensor.is_contiguous()
+            if same and tensor.data_ptr() == whole.data_ptr() and not tensor._version:
+                return name
+        return None
+
     def _run_block(self, key: RunsKey, block: int) -> tuple[np.ndarray, np.ndarray]:
         try:
             return self._reader.run_block(self._path, self._head, key, block)
@@ -190,7 +192,7 @@ class PendingItem:
 
         Args:
             boxes: which voxels, by the name of the tensor; none of them empty. A tensor that is not in tiles is read
-                whole, unless it is in :attr:`values`.
+                whole.
         """
         stages.enter("reading")
         head, reader = self._head, self._reader
@@ -204,8 +206,7 @@ class PendingItem:
             Part.of(name, head, wanted, on_device) for name, wanted in boxes.items() if wanted and name in head.tiled
         ]
         self.nbytes += sum(part.selection.nbytes + part.nbytes for part in volumes.parts)
-        volumes.given = {name: Whole(tensor) for name, tensor in self.values.items() if name in boxes}
-        whole = boxes.keys() - head.tiled.keys() - volumes.given.keys()
+        whole = boxes.keys() - head.tiled.keys()
         try:
             if volumes.parts:
                 volumes.begun = reader.begin_boxes(self._path, head, volumes.parts)
@@ -255,7 +256,6 @@ class Volumes:
         begun: their read.
         table: other tensors, which are read whole.
         whole: their read.
-        given: those that were read before.
         failed: whether they cannot be read, which has been reported.
     """
 
@@ -265,7 +265,6 @@ class Volumes:
         self.table: TensorTable | None = None
         self.begun: Begun | None = None
         self.whole: Begun | None = None
-        self.given: Mapping[str, Whole] = {}
         self.failed = False
         self._found: dict[str, Volume | Whole] | None = None
         self._lock = threading.Lock()
@@ -279,17 +278,15 @@ class Volumes:
         """
         with self._lock:
             if self._found is None and not self.failed:
+                self.failed = True  # until it is certain that it did not, whatever is raised
                 try:
-                    found: dict[str, Volume | Whole] = {**self.given}
-                    if self.begun is not None:
-                        found |= self._unpacked(self.begun)
+                    found: dict[str, Volume | Whole] = {} if self.begun is None else {**self._unpacked(self.begun)}
                     if self.whole is not None and self.table is not None:
                         tensors = _whole(self._reader, self._path, self._head, self.table, self.whole)
                         found |= {name: Whole(tensor) for name, tensor in tensors.items()}
-                    self._found = found
+                    self._found, self.failed = found, False
                 except Exception as e:
                     self._reader.give_up(self._path, e)
-                    self.failed = True
                 finally:
                     self.begun = self.whole = None
             return self._found

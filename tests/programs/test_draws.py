@@ -743,7 +743,7 @@ def test_says_what_is_drawn_first_and_what_ran_on_values(folder: Path) -> None:
     assert f"{crops_of}\non values: RandCropByPosNegLabeld: it raised" in _spaced(str(mine))
     mine.transform = dataset(folder, PIPELINES["crop, by label"]).transform  # which has not run
     assert f"{crops_of}\n" in _spaced(str(mine))
-    none = "crops: none is drawn before items are read: RandFlipd comes first, and RandFlipd may use values"
+    none = "crops: none is drawn before items are read: RandFlipd comes first, and RandFlipd neither crops nor pads"
     assert none in _spaced(str(dataset(folder, PIPELINES["flip first"])))
     assert none in dataset(folder, PIPELINES["flip first"]).explain(0)
     assert "crops:" not in _spaced(str(dataset(folder, lambda: [mt.RandFlipd(BOTH)])))
