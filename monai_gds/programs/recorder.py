@@ -4,6 +4,8 @@ The user's own, unchanged transforms run on ghosts: MetaTensors that have shape,
 What they do to tensors is written down (:mod:`monai_gds.programs.recording`) and becomes a program, which is replayed
 on the voxels, on the target. Everything that is no tensor comes from the run on ghosts.
 
+The leading crops of an item are recorded where it is used, too (:mod:`monai_gds.programs.draws`): as views only.
+
 What cannot be recorded is refused, and the program ends before that transform. The run is then made once more up to
 there, with random states as they were, so that nothing of the transform is left, whatever it did.
 """

@@ -108,7 +108,7 @@ class PendingItem:
         self.nbytes = 0 if first == "head" else head.rest.reads.total if self.later else head.file.size
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
-        self._whole: Mapping[str, torch.Tensor] = _NONE  # what is not in :attr:`later`
+        self._whole: dict[int, tuple[str, torch.Tensor]] = {}  # what is not in :attr:`later`, by its address
 
     @property
     def ready(self) -> bool:
@@ -148,7 +148,7 @@ class PendingItem:
         if begun.verify:
             self._reader.mark_verified(self._path, self._head.file, whole=not self.later)
         if self.later and self._head.runs:
-            self._whole = tensors
+            self._whole = {tensor.data_ptr(): (name, tensor) for name, tensor in tensors.items()}
         return self._head.recipe({**tensors, **given}, item)
 
     def _arrays(self) -> dict[str, torch.Tensor]:
@@ -172,12 +172,10 @@ class PendingItem:
         }
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """The name of the tensor, not in :attr:`later`, of which this shows all, as the last :meth:`wait` gave it."""
-        for name, whole in self._whole.items():
-            same = tensor.shape == whole.shape and tensor.dtype == whole.dtype and tensor.is_contiguous()
-            if same and tensor.data_ptr() == whole.data_ptr() and not tensor._version:
-                return name
-        return None
+        """The name of the tensor, not in :attr:`later`, of which this shows all as the last :meth:`wait` gave it."""
+        name, whole = self._whole.get(tensor.data_ptr(), (None, tensor))
+        same = tensor.shape == whole.shape and tensor.dtype == whole.dtype and tensor.is_contiguous()
+        return name if same else None
 
     def _run_block(self, key: RunsKey, block: int) -> tuple[np.ndarray, np.ndarray]:
         try:

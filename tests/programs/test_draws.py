@@ -27,6 +27,7 @@ from monai_gds.pipeline.randomness import States, put_state
 from monai_gds.programs import recorder
 from monai_gds.records.pending import PendingItem, Volumes
 from tests.global_states import GlobalStates
+from tests.polls import until
 from tests.same import assert_same, strides
 
 BOTH = ["image", "label"]
@@ -346,6 +347,23 @@ def test_a_miss_behind_one_that_needs_values_holds_nothing_up(tmp_path: Path, wa
     begun = mine.session.begin(range(3))
     assert watch.whole() == [True, True]
     assert_as_monai(monais(by_values), mine, [0, 1, 2], [b.end() for b in begun])
+
+
+def test_crops_by_indices_that_the_user_caches_are_drawn(tmp_path: Path) -> None:
+    def make(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        keys = {"fg_indices_key": "label_fg", "bg_indices_key": "label_bg"}
+        steps = [
+            mt.EnsureTyped(BOTH), mt.FgBgToIndicesd("label", "_fg", "_bg"),
+            mt.RandCropByPosNegLabeld(BOTH, "label", 12, num_samples=2, **keys), mt.RandFlipd(BOTH),
+        ]  # fmt: skip
+        return kind(items(), mt.Compose(steps).set_random_state(3), *args, **kwargs)
+
+    mine = make(GDSDataset, tmp_path, device="cpu", compression="lz4")
+    mine.populate(0, progress=False)
+    begun = mine.session.begin([0, 2, 1])
+    queue = begun[0].turn.queue
+    until(lambda: queue.go_on() or all(map(drawn, begun)), "the indices to arrive")
+    assert_as_monai(make(Dataset), mine, [0, 2, 1], [one.end() for one in begun])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
