@@ -25,7 +25,7 @@ from monai_gds.pipeline.randomness import GLOBAL, put_back, seed_everything, see
 from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
-from monai_gds.programs.program import Asked, Guess, Program, tensors_in
+from monai_gds.programs.program import Asked, Program, tensors_in
 from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal, record_item
 from monai_gds.programs.replay import GuardFailed, replay
 from monai_gds.programs.trust import Trust
@@ -62,7 +62,13 @@ class Answer(NamedTuple):
 
 
 def draw(
-    session: Session, index: int, seed: Seed, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
+    session: Session,
+    index: int,
+    seed: Seed,
+    target: torch.device,
+    most: int | None,
+    guesses: Mapping[Asked, bool],
+    ask: Callable[[Program], bytes] | None,
 ) -> Answer:
     """Makes the record of an item if it has none, and records its random transforms.
 
@@ -72,7 +78,7 @@ def draw(
         seed: what its generators are seeded with.
         target: where the program will be replayed.
         most: how many transforms to record at most.
-        guesses: see :class:`Recorder`.
+        guesses, ask: see :class:`Recorder`.
 
     Raises:
         Exception: whatever the deterministic transforms raise.
@@ -92,7 +98,7 @@ def draw(
     before = _states_of_process()
     stages.enter("random transforms", "recording")
     try:
-        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses)
+        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask)
     except RecordGone:
         return Answer(saved)
     later = states_at(_slots_after(split, 0 if program is None else program.done))
@@ -104,7 +110,13 @@ def _states_of_process() -> Any:
 
 
 def _recorded(
-    split: Split, lazy: PendingItem, item: Any, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
+    split: Split,
+    lazy: PendingItem,
+    item: Any,
+    target: torch.device,
+    most: int | None,
+    guesses: Mapping[Asked, bool],
+    ask: Callable[[Program], bytes] | None,
 ) -> tuple[Recorded, bool]:
     """What the transforms do, and whether the last one left no tensor of the target in metadata."""
     steps, plain = split.steps(), False
@@ -115,7 +127,7 @@ def _recorded(
             reset_ops_id(item)
             plain = not any(hidden and is_ghost(tensor) for tensor, hidden in tensors_in(item))
 
-    recorded = record_item(Recorder(lazy.later, target, guesses), split, lazy, item, most, after)
+    recorded = record_item(Recorder(lazy.later, target, guesses, ask), split, lazy, item, most, after)
     return recorded, plain and recorded.refused is None
 
 
@@ -259,7 +271,7 @@ class Programmed:
         seed_transforms(split.steps(), *self._seed)
         item = session.dataset.data[self._index]
         with suppress(RecordGone, GuardFailed):
-            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses)[0].program
+            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
             values = None if program is None else lazy.read(program.boxes()).wait()
             if program is not None and values is not None:
                 return replay(program, values, session.target())

@@ -2,7 +2,7 @@
 
 Used by the dataset. An item whose record has tensors in tiles gets a :class:`Turn` in the queue of a loop, in the order
 in which items are begun. It is drawn as soon as all items before it are drawn or finished: its leading crops
-(:mod:`monai_gds.programs.ahead`) are recorded, and the voxels that their program touches are read. When its turn comes,
+(:mod:`monai_gds.pipeline.ahead`) are recorded, and the voxels that their program touches are read. When its turn comes,
 the program is replayed on these voxels, and the other transforms run on the values, one item after the other.
 
 Drawing ahead assumes that nothing else draws from the same generators before the item's turn. So after each draw the
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from monai_gds.pipeline.ahead import drawn_ahead, why_not_now
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.randomness import States, generators
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.ahead import drawn_ahead, why_not_now
 from monai_gds.programs.program import Program
 from monai_gds.programs.recorder import Recorder, RecordGone, record_item
 from monai_gds.programs.replay import replay

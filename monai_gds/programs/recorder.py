@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,8 +28,9 @@ from monai_gds.programs.ghostly import Refused, is_ghost, plainly
 from monai_gds.programs.indices import standing_in
 from monai_gds.programs.log import place_of
 from monai_gds.programs.modes import beyond_modes
-from monai_gds.programs.program import Asked, Guess, Program, replaced, tensors_in
+from monai_gds.programs.program import Asked, Program, replaced, tensors_in
 from monai_gds.programs.recording import Recording
+from monai_gds.programs.replay import answered
 
 if TYPE_CHECKING:
     from monai_gds.records.pending import PendingItem
@@ -70,8 +72,8 @@ class Recorder:
     Args:
         forms: dtype and shape of the record's tensors that ghosts stand for, by name.
         target: where the program will run: a CUDA device with its index, or the CPU. It need not exist here.
-        guesses: values that transforms ask for: :attr:`GuardFailed.found` of this item or others, and
-            :attr:`GuardFailed.values` of this one.
+        guesses: :attr:`GuardFailed.found` of this item or others.
+        ask: returns the values that a program gives on the target; None: this process can run it there.
         views_only: whether the transforms are crops and pads of MONAI's own. They are refused if they give anything but
             views of ghosts, so no mode of torch is needed, which would cost half as much again. Nothing is changed that
             threads share, such as random states of the process. Other tensors of the item stay as they are, on any
@@ -79,10 +81,17 @@ class Recorder:
     """
 
     def __init__(
-        self, forms: Forms, target: torch.device, guesses: Mapping[Asked, Guess] | None = None, views_only: bool = False
+        self,
+        forms: Forms,
+        target: torch.device,
+        guesses: Mapping[Asked, bool] | None = None,
+        ask: Callable[[Program], bytes] | None = None,
+        *,
+        views_only: bool = False,
     ) -> None:
-        self._forms, self._target, self._guesses, self._views_only = forms, target, guesses or {}, views_only
-        self._recording = Recording(forms, target, self._guesses)
+        self._begin = partial(Recording, forms, target, ask=ask or partial(answered, device=target))
+        self._guesses, self._views_only = guesses or {}, views_only
+        self._recording = self._begin(guesses=self._guesses)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name in the record of the tensor that this is a view of; None if it is none, or was written to."""
@@ -132,7 +141,7 @@ class Recorder:
     ) -> Recorded:
         before, guesses = States(steps) if self._views_only else kept.Before(steps), dict(self._guesses)
         while True:
-            self._recording = Recording(self._forms, self._target, guesses)
+            self._recording = self._begin(guesses=guesses)
             run = _Run(self._recording, steps[:count], apply, self._views_only)
             program = run.program(make(dict(run.recording.ghosts)), whole=refused is None) if count else None
             if program is not None or not count:
@@ -140,7 +149,7 @@ class Recorder:
             done = len(run.marks) if len(run.marks) < count else 0  # at the end the item itself was refused
             before.put_back()
             # A transform may have been refused on the way of a wrong guess, such as that a volume has no foreground.
-            bools = [g.place for g in run.recording.guards if g.place[0] == done and g.guess is False]
+            bools = [g.place for g in run.recording.guards if g.place[0] == done and not g.guess]
             open_guesses = [place for place in bools if place not in guesses]
             if open_guesses:
                 guesses[open_guesses[-1]] = True
@@ -223,7 +232,7 @@ class _Run:
                     item = self._apply(step, item)
                 self._check(step, item)
                 self.marks.append(len(recording.operations))
-            return emit(recording, item, self.marks, whole, self._views_only)
+            return emit(recording, item, self.marks, whole, recording.guards, self._views_only)
         except Refused:
             return None
         except Exception as e:

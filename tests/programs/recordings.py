@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import monai.transforms as mt
@@ -16,9 +17,9 @@ from monai.data import MetaTensor
 
 from monai_gds.pipeline.randomness import seed_everything, slots, states_at
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.program import Asked, Guess, Program
+from monai_gds.programs.program import Asked, Program
 from monai_gds.programs.recorder import Recorded, Recorder
-from monai_gds.programs.replay import GuardFailed, replay
+from monai_gds.programs.replay import GuardFailed, answered, replay
 from tests.same import assert_same, strides
 
 BOTH = ("image", "label")
@@ -123,13 +124,10 @@ class Outcome(NamedTuple):
 
 
 def record(
-    split: Split,
-    of: dict[str, Any],
-    where: Where,
-    guesses: Mapping[Asked, Guess] | None = None,
-    views_only: bool = False,
-) -> Recorded:
-    """Records the random half of a pipeline."""
+    split: Split, of: dict[str, Any], where: Where, guesses: Mapping[Asked, bool] | None = None,
+    ask: Callable[[Program], bytes] | None = None, views_only: bool = False,
+) -> Recorded:  # fmt: skip
+    """Records the random half of a pipeline. By default, numbers of the target are computed where it is replayed."""
     forms = {name: (of[name].dtype, tuple(of[name].shape)) for name in BOTH}
 
     def make(ghosts: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -139,7 +137,8 @@ def record(
             made[name].__dict__ = copy.deepcopy(vars(of[name]))
         return made
 
-    recorder = Recorder(forms, torch.device(where.target), guesses, views_only)
+    ask = ask or partial(answered, device=torch.device(where.device))
+    recorder = Recorder(forms, torch.device(where.target), guesses or {}, ask, views_only=views_only)
     return recorder.record(split.steps(), split.step, make)
 
 
@@ -167,17 +166,17 @@ def run(
         plain = seeded(eager or make, seed)
         expected = plain.after(copy.deepcopy(on(where.device, of)))
         left = states(plain)
-        guesses: dict[Asked, Guess] = {}
+        guesses: dict[Asked, bool] = {}
         wrong = 0
         while True:
             split = seeded(make, seed)
-            recorded = record(split, of, where, guesses, views_only)
+            recorded = record(split, of, where, guesses, views_only=views_only)
             try:
                 got = _replayed(recorded, of, where)
                 break
             except GuardFailed as e:
                 wrong += 1
-                guesses.update({**e.found, **e.values})
+                guesses.update(e.found)
         if recorded.refused is not None:
             if eager is not None:
                 return Outcome(None, recorded, wrong)
