@@ -16,7 +16,7 @@ from monai.transforms import Compose, EnsureType, EnsureTyped, LoadImaged, Scale
 
 import monai_gds
 from monai_gds import GDSDataset
-from monai_gds.dataset.patching import NAMES
+from monai_gds.swap.patching import NAMES
 from tests.fixtures_nifti import write_volumes
 
 KEYS = ("image", "label")
