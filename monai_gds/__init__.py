@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from monai_gds.storage import open_storage as open_storage
     from monai_gds.storage.blockmap.block_map import BlockMap as BlockMap
     from monai_gds.swap.patching import patch as patch
+    from monai_gds.swap.smart import SmartCacheDataset as SmartCacheDataset
 
     __version__: str
 
@@ -35,6 +36,7 @@ _HOMES = {
     "GDSDataset": "dataset.dataset",
     "IgzipReader": "pipeline.readers",
     "ImageNetDataset": "imagenet",
+    "SmartCacheDataset": "swap.smart",
     "available_backends": "storage",
     "open_storage": "storage",
     "patch": "swap.patching",

@@ -1,0 +1,179 @@
+"""Stand-ins for the datasets of MONAI's that cache: in memory, in files, in LMDB, or after so many transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import monai.data
+from monai.apps import DecathlonDataset, MedNISTDataset, TciaDataset
+from monai.transforms import Compose, Randomizable
+
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.eager import fill, looked_at_once
+from monai_gds.pipeline.parts import parts
+from monai_gds.swap.stand_in import StandIn, divided, warn
+
+#: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
+_IN_MEMORY = ("_load_cache_item", "_fill_cache")
+
+
+class CachedItems(Sequence[Any]):
+    """The cached items of a dataset up to their random transforms, as ``CacheDataset`` has them in its ``_cache``."""
+
+    def __init__(self, dataset: Cached) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return int(self._dataset.cache_num)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        return self._dataset._cachecheck(self._dataset.data[range(len(self))[index]])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+
+class Cached(StandIn, monai.data.CacheDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``CacheDataset``: what that computes in its constructor, this has records of when it returns."""
+
+    theirs = monai.data.CacheDataset
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for name in _IN_MEMORY:
+            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
+            if not owner.__module__.startswith(("monai.", "monai_gds.")):
+                raise TypeError(
+                    f"{owner.__name__} overrides {name}, which is not called: a GDSDataset makes items in "
+                    "_pre_transform(item). Override that, or derive from monai.data's class before patch() is called"
+                )
+        given, self._given = divided(self.theirs, args, kwargs)
+        self.theirs.__init__(self, *given.args, **given.kwargs)  # calls set_data
+
+    def set_data(self, data: Sequence[Any]) -> None:
+        """Takes new data, and fills the cache, unless ``runtime_cache`` leaves that to the first use of each item."""
+        self.take(data)
+        self.cache_num = max(0, min(int(self.set_num), int(len(data) * self.set_rate), len(data)))
+        if self.runtime_cache is not False and self.runtime_cache is not None:
+            return
+        if self.cache_num < len(data):
+            warn(
+                f"cache_num, cache_rate: {self.cache_num} of {len(data)} items are cached now, and the others when "
+                "they are first read. Records are on disk and take no memory"
+            )
+        self.fill(self.cache_num)
+
+    def take(self, data: Sequence[Any]) -> None:
+        """Takes new data. The first time, this makes the GDSDataset."""
+        if "settings" in vars(self):
+            GDSDataset.set_data(self, data)
+            self._runtime.keys = None  # to look at sources again
+            return
+        given = {**self.defaults, **self.__dict__.pop("_given")}
+        options = looked_at_once(given.get("options", {}))
+        self.make({**given, "data": data, "transform": self.transform, "options": options})
+
+    def fill(self, count: int) -> None:
+        """Makes the records of the first items that have none. One worker, MONAI's default, is one per core here."""
+        workers = self.num_workers if self.num_workers is not None and self.num_workers > 1 else None
+        fill(self, count, workers, self.progress)
+
+    @property
+    def _cache(self) -> Any:
+        return CachedItems(self)
+
+    @_cache.setter
+    def _cache(self, items: Any) -> None:
+        if len(items):
+            raise TypeError("_cache cannot be assigned: items are records. set_data() takes other data")
+
+
+class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``DecathlonDataset``, which downloads."""
+
+    theirs = DecathlonDataset
+
+
+class MedNIST(Cached, MedNISTDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``MedNISTDataset``, which downloads."""
+
+    theirs = MedNISTDataset
+
+
+class Tcia(Cached, TciaDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``TciaDataset``, which downloads."""
+
+    theirs = TciaDataset
+
+
+class Persistent(StandIn):
+    """Stands in for ``PersistentDataset``."""
+
+
+class OfGDS(StandIn):
+    """Stands in for MONAI's own ``GDSDataset``."""
+
+    theirs = monai.data.GDSDataset
+
+    def make(self, given: Mapping[str, Any]) -> None:
+        """Makes the GDSDataset. MONAI's takes further arguments of ``PersistentDataset``."""
+        super().make({**{name: value for name, value in given.items() if name != "kwargs"}, **given.get("kwargs", {})})
+
+
+class AfterN(StandIn, monai.data.CacheNTransDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``CacheNTransDataset``. More transforms than the first ``cache_n_trans`` may be cached.
+
+    Raises:
+        ValueError: a random transform is among those.
+    """
+
+    theirs = monai.data.CacheNTransDataset
+
+    def make(self, given: Mapping[str, Any]) -> None:
+        """Makes the GDSDataset."""
+        transform, count = given["transform"], given["cache_n_trans"]
+        steps = (transform if isinstance(transform, Compose) else Compose(transform)).transforms[:count]
+        drawn = [part for step in steps for part in parts(step) if isinstance(part, Randomizable)]
+        drawn = [part for part in drawn if not isinstance(part, Compose)]
+        if drawn:
+            name = type(drawn[0]).__name__
+            raise ValueError(
+                f"cache_n_trans={count} keeps what {name} draws in the first epoch for all others, which a GDSDataset "
+                f"does not: leave cache_n_trans out, or put {name} behind it. To keep draws, write the augmented "
+                "volumes to files (SaveImaged), and cache these"
+            )
+        super().make({name: value for name, value in given.items() if name != "cache_n_trans"})
+        self.cache_n_trans = count
+
+
+class OfLMDB(StandIn, monai.data.LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``LMDBDataset``, which computes all items in its constructor too. There is no database."""
+
+    theirs = monai.data.LMDBDataset
+
+    def make(self, given: Mapping[str, Any]) -> None:
+        """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""
+        database = {"db_name": "monai_cache", "progress": True, "lmdb_kwargs": None}
+        options = looked_at_once(given.get("options", self.defaults.get("options", {})))
+        super().make({**{name: value for name, value in given.items() if name not in database}, "options": options})
+        self.progress = given.get("progress", True)
+        self.lmdb_kwargs = given.get("lmdb_kwargs") or {}
+        self.db_file = Path(self.cache_dir or "") / f"{given.get('db_name', 'monai_cache')}.lmdb"
+        fill(self, progress=self.progress)
+
+    def set_data(self, data: Sequence[Any]) -> None:
+        """Takes new data, and fills the cache. No record is deleted, since others may use it."""
+        GDSDataset.set_data(self, data)
+        self._runtime.keys = None  # to look at sources again
+        fill(self, progress=self.progress)
+
+    def info(self) -> dict[str, Any]:
+        """The number of items and the folder of the records, in the place of what LMDB reports of its database."""
+        return {"size": len(self.data), "filename": str(self.cache_dir)}
+
+    def close(self) -> None:
+        """Waits until every record is written."""
+        self.flush()
