@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import monai.data
 from monai.apps import DecathlonDataset, MedNISTDataset, TciaDataset
+from monai.data import CacheDataset, CacheNTransDataset, LMDBDataset
+from monai.data import GDSDataset as MonaisGDSDataset
 from monai.transforms import Compose, Randomizable
 
 from monai_gds.dataset.dataset import GDSDataset
@@ -37,10 +38,10 @@ class CachedItems(Sequence[Any]):
         return (self[index] for index in range(len(self)))
 
 
-class Cached(StandIn, monai.data.CacheDataset):  # type: ignore[misc]  # MONAI is untyped
+class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``CacheDataset``: what that computes in its constructor, this has records of when it returns."""
 
-    theirs = monai.data.CacheDataset
+    theirs = CacheDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name in _IN_MEMORY:
@@ -116,21 +117,21 @@ class Persistent(StandIn):
 class OfGDS(StandIn):
     """Stands in for MONAI's own ``GDSDataset``."""
 
-    theirs = monai.data.GDSDataset
+    theirs = MonaisGDSDataset
 
     def make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset. MONAI's takes further arguments of ``PersistentDataset``."""
         super().make({**{name: value for name, value in given.items() if name != "kwargs"}, **given.get("kwargs", {})})
 
 
-class AfterN(StandIn, monai.data.CacheNTransDataset):  # type: ignore[misc]  # MONAI is untyped
+class AfterN(StandIn, CacheNTransDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``CacheNTransDataset``. More transforms than the first ``cache_n_trans`` may be cached.
 
     Raises:
         ValueError: a random transform is among those.
     """
 
-    theirs = monai.data.CacheNTransDataset
+    theirs = CacheNTransDataset
 
     def make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset."""
@@ -149,10 +150,10 @@ class AfterN(StandIn, monai.data.CacheNTransDataset):  # type: ignore[misc]  # M
         self.cache_n_trans = count
 
 
-class OfLMDB(StandIn, monai.data.LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
+class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``LMDBDataset``, which computes all items in its constructor too. There is no database."""
 
-    theirs = monai.data.LMDBDataset
+    theirs = LMDBDataset
 
     def make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""

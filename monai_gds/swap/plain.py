@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import monai.data
+from monai.data import CSVDataset, Dataset, ImageDataset
 from monai.transforms import Compose
 
 from monai_gds.dataset.dataset import GDSDataset
@@ -17,7 +17,7 @@ from monai_gds.swap.stand_in import StandIn, divided
 class Plain(StandIn):
     """Stands in for ``Dataset`` where that loads files, see :func:`gains`."""
 
-    theirs = monai.data.Dataset
+    theirs = Dataset
 
 
 def gains(data: Any, transform: Any) -> bool:
@@ -34,10 +34,10 @@ def gains(data: Any, transform: Any) -> bool:
         return False
 
 
-class Table(StandIn, monai.data.CSVDataset):  # type: ignore[misc]  # MONAI is untyped
+class Table(StandIn, CSVDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``CSVDataset``. The rows are items."""
 
-    theirs = monai.data.CSVDataset
+    theirs = CSVDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given, ours = divided(self.theirs, args, kwargs)
@@ -45,7 +45,7 @@ class Table(StandIn, monai.data.CSVDataset):  # type: ignore[misc]  # MONAI is u
         self.make({**ours, "data": self.data, "transform": self.transform})
 
 
-class Images(monai.data.ImageDataset):  # type: ignore[misc]  # MONAI is untyped
+class Images(ImageDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``ImageDataset``: what its loader makes of a file is a record.
 
     Attributes:
@@ -55,7 +55,7 @@ class Images(monai.data.ImageDataset):  # type: ignore[misc]  # MONAI is untyped
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given, ours = divided(monai.data.ImageDataset, args, kwargs)
+        given, ours = divided(ImageDataset, args, kwargs)
         super().__init__(*given.args, **given.kwargs)
         files = [*self.image_files, *(self.seg_files or ())]
         steps = Compose(vars(self)["loader"], map_items=False)

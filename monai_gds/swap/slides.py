@@ -6,7 +6,7 @@ import weakref
 from copy import copy
 from typing import Any
 
-import monai.data
+from monai.data import MaskedPatchWSIDataset, PatchWSIDataset, SlidingPatchWSIDataset
 from monai.transforms import MapTransform
 from monai.utils.enums import CommonKeys
 
@@ -17,6 +17,9 @@ _SETTINGS = (
     "wsi_reader", "backend", "patch_size", "patch_level", "center_location", "include_label", "additional_meta_keys",
 )  # fmt: skip
 
+#: The methods that make a patch.
+_METHODS = {name for name in vars(PatchWSIDataset) if not name.startswith("__")}
+
 #: The slides that each transform has open in this process.
 _open: weakref.WeakKeyDictionary[LoadPatch, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -25,11 +28,11 @@ class LoadPatch(MapTransform):  # type: ignore[misc]  # MONAI is untyped
     """Reads a patch out of a slide, by the code of MONAI's ``PatchWSIDataset``, as a sample of its ``data`` asks.
 
     Args:
-        kind: the class that has the methods: MONAI's, or a user's that overrides some.
+        kind: a user's class that overrides some of the methods; None: MONAI's.
         settings: attributes of the dataset that these methods use.
     """
 
-    def __init__(self, kind: type, settings: dict[str, Any]) -> None:
+    def __init__(self, kind: type | None, settings: dict[str, Any]) -> None:
         super().__init__(CommonKeys.IMAGE)  # which names a file
         self.kind, self.settings = kind, settings
 
@@ -39,40 +42,38 @@ class LoadPatch(MapTransform):  # type: ignore[misc]  # MONAI is untyped
         Returns:
             ``{"image": MetaTensor}``, with the sample's label where the dataset includes it.
         """
-        reader: Any = object.__new__(self.kind)
+        reader: Any = object.__new__(self.kind or PatchWSIDataset)
         vars(reader).update(self.settings, data=[copy(data)], transform=None)
         vars(reader)["wsi_object_dict"] = _open.setdefault(self, {})
-        made: dict[str, Any] = monai.data.PatchWSIDataset._transform(reader, 0)
+        made: dict[str, Any] = PatchWSIDataset._transform(reader, 0)
         return made
 
 
-class Patches(StandIn, monai.data.PatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
+class Patches(StandIn, PatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``PatchWSIDataset``."""
 
-    theirs = monai.data.PatchWSIDataset
+    theirs = PatchWSIDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given, ours = divided(self.theirs, args, kwargs)
         self.theirs.__init__(self, *given.args, **given.kwargs)  # finds the patches
         self.wsi_object_dict: dict[str, Any] = {}
-        users = [
-            kind for kind in type(self).__mro__ if not kind.__module__.startswith(("monai", "torch", "typing", "abc"))
-        ]
-        overrides = any(vars(kind).keys() & vars(monai.data.PatchWSIDataset).keys() - {"__init__"} for kind in users)
+        kinds = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("monai")]
+        overrides = any(vars(kind).keys() & _METHODS for kind in kinds)
         settings = {name: value for name, value in vars(self).items() if name in _SETTINGS}
-        load = LoadPatch(type(self) if overrides else monai.data.PatchWSIDataset, settings)
+        load = LoadPatch(type(self) if overrides else None, settings)
         steps = copy(self.transform)  # making a Compose would seed its transforms anew
         steps.transforms = (load, *steps.transforms)
         self.make({**ours, "data": self.data, "transform": steps})
 
 
-class Sliding(Patches, monai.data.SlidingPatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
+class Sliding(Patches, SlidingPatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``SlidingPatchWSIDataset``."""
 
-    theirs = monai.data.SlidingPatchWSIDataset
+    theirs = SlidingPatchWSIDataset
 
 
-class Masked(Patches, monai.data.MaskedPatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
+class Masked(Patches, MaskedPatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``MaskedPatchWSIDataset``."""
 
-    theirs = monai.data.MaskedPatchWSIDataset
+    theirs = MaskedPatchWSIDataset

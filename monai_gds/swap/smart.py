@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import monai.data
+from monai.data import SmartCacheDataset as Theirs
 
 from monai_gds.swap.cached import Cached
 
@@ -33,7 +33,7 @@ class Window(Sequence[Any]):
         return self._data[self._positions[index]]
 
 
-class SmartCacheDataset(Cached, monai.data.SmartCacheDataset):  # type: ignore[misc]  # MONAI is untyped
+class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyped
     """MONAI's ``SmartCacheDataset`` over records: each epoch trains on ``cache_num`` items, and a share is replaced.
 
     The order of the items, and :meth:`start`, :meth:`update_cache` and :meth:`shutdown`, are MONAI's own. Replaced
@@ -76,7 +76,7 @@ class SmartCacheDataset(Cached, monai.data.SmartCacheDataset):  # type: ignore[m
         ([1, 2], [2, 3])
     """
 
-    theirs = monai.data.SmartCacheDataset
+    theirs = Theirs
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class SmartCacheDataset(Cached, monai.data.SmartCacheDataset):  # type: ignore[m
 
     def set_data(self, data: Sequence[Any]) -> None:
         """Takes new data, of which it shuffles a copy if ``shuffle``, and computes the first items."""
-        monai.data.SmartCacheDataset.set_data(self, data)  # calls _fill_cache
+        Theirs.set_data(self, data)  # calls _fill_cache
         if "_total_num" in vars(self):
             self._total_num = len(data)
             self._replace_num: int = min(self._replace_num, len(data) - self.cache_num)
@@ -142,7 +142,10 @@ class SmartCacheDataset(Cached, monai.data.SmartCacheDataset):  # type: ignore[m
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has the same items and replaces none until it is started."""
-        return {**super().__getstate__(), "_update_lock": None, "_replace_mgr": None}
+        own = {"_update_lock": None, "_replace_mgr": None, "_round": 1, "_replace_done": False}
+        lists = ("_positions", "_replacements", "_replace_data_idx")  # which MONAI's code changes in place
+        state = super().__getstate__()
+        return {**state, **own, **{name: list(state[name]) for name in lists if name in state}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_update_lock": threading.Lock()})

@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import monai.data
-from monai.data import Dataset
+from monai.data import Dataset, PersistentDataset
 
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import CacheWarning
@@ -37,7 +36,7 @@ class StandIn(GDSDataset, _LastConstructor):
         defaults: arguments of GDSDataset that hold where a user gives none.
     """
 
-    theirs: ClassVar[type] = monai.data.PersistentDataset
+    theirs: ClassVar[type] = PersistentDataset
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,4 +71,4 @@ def warn(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("monai", "monai_gds"):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(message, CacheWarning, stacklevel=level - 1)
+    warnings.warn(message, CacheWarning, stacklevel=level)

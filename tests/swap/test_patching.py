@@ -15,7 +15,7 @@ import monai.data
 import pytest
 import torch
 from monai.bundle import ConfigParser
-from monai.transforms import Compose, EnsureType, EnsureTyped, LoadImaged, ScaleIntensityd
+from monai.transforms import Compose, EnsureTyped, LoadImaged, ScaleIntensityd
 
 import monai_gds
 from monai_gds import GDSDataset
