@@ -196,7 +196,7 @@ def _constructor(defaults: Mapping[str, Any]) -> Callable[..., None]:
             return original(self, data, transform)
         self.__class__ = stand_in
         try:
-            StandIn.__init__(self, data, transform, None)
+            StandIn.__init__(self, data, transform)
         except HashingError as e:
             self.__class__ = monai.data.Dataset
             vars(self).clear()
