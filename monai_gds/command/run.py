@@ -40,5 +40,5 @@ def run(
         trace = e.__traceback__
         while trace is not None and trace.tb_frame.f_globals["__name__"] in (__name__, script.__name__, "runpy"):
             trace = trace.tb_next
-        sys.excepthook(type(e), e, trace)  # as Python does: the script is not ours
+        sys.excepthook(type(e), e.with_traceback(trace), trace)  # as Python does: the script is not ours
         raise typer.Exit(1) from None

@@ -88,6 +88,7 @@ def test_a_module_whose_error_is_its_own(script: Path, tmp_path: Path) -> None:
     assert "ValueError: of the script" in done.stderr and "monai_gds/" not in done.stderr
 
 
+@pytest.mark.long
 def test_below_torchrun(script: Path, tmp_path: Path) -> None:
     before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done, found = run(script.parent, "train.py", before=before)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -57,7 +58,7 @@ def _run_next() -> None:
     sys.path[:] = [path for path in before if os.path.abspath(path) != here]
     mine = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401
+        importlib.import_module("sitecustomize")
     except ImportError as e:
         if e.name != "sitecustomize":
             raise
