@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -18,16 +18,19 @@ from monai_gds.errors import CacheWarning, PopulateError, UnsupportedType
 
 
 def fill(
-    dataset: PersistentDataset, count: int | None = None, num_workers: int | None = None, progress: bool = True
+    dataset: PersistentDataset,
+    indices: Sequence[int] | None = None,
+    num_workers: int | None = None,
+    progress: bool = True,
 ) -> None:
-    """Computes what has no record among the first ``count`` items; None: among all.
+    """Computes what has no record among some items.
 
     No rank waits for another: a dataset is often made on one rank only. Ranks that fill the same cache at the same time
     share the work by leases.
 
     Args:
         dataset: a GDSDataset.
-        count: how many items from the first on.
+        indices: which items; None: all.
         num_workers: at most this many processes; None: one per core. What fails there is tried once more here.
         progress: shows a bar on rank 0.
 
@@ -36,21 +39,21 @@ def fill(
             ``unsupported="error"``; otherwise there is a warning.
         NotSaved: nothing more can be written to the cache directory.
     """
-    count = len(dataset.data) if count is None else min(count, len(dataset.data))
-    if not count:
+    indices = range(len(dataset.data)) if indices is None else indices
+    if not len(indices):
         return
     part = copy(dataset)
-    part.data = [dataset.data[index] for index in range(count)]
+    part.data = [dataset.data[index] for index in indices]
     try:
         _populate(part, num_workers, progress and Ranks().rank == 0)
     except PopulateError as e:
         broken = [item for item in e.failures if not item.error.startswith(UnsupportedType.__name__)]
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
-        failed = f"{len(e.failures)} of {count} items cannot be cached, and are computed in every epoch: "
+        failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
         warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=3)
     if dataset.session.caches and dataset.settings.options.sources == "once":
-        for index in range(count):
+        for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process
 
 

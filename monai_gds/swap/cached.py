@@ -27,21 +27,25 @@ class CachedItems(Sequence[Any]):
         self._dataset = dataset
 
     def __len__(self) -> int:
-        return int(self._dataset.cache_num)
+        return len(self._dataset._cached)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        return self._dataset._cachecheck(self._dataset.data[range(len(self))[index]])
+        return self._dataset._cachecheck(self._dataset.data[self._dataset._cached[index]])
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
 
 class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
-    """Stands in for ``CacheDataset``: what that computes in its constructor, this has records of when it returns."""
+    """Stands in for ``CacheDataset``: what that computes in its constructor, this has records of when it returns.
 
-    theirs = CacheDataset
+    Attributes:
+        _cached: where these items are in the data.
+    """
+
+    _theirs = CacheDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name in _IN_MEMORY:
@@ -51,36 +55,41 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
                     f"{owner.__name__} overrides {name}, which is not called: a GDSDataset makes items in "
                     "_pre_transform(item). Override that, or derive from monai.data's class before patch() is called"
                 )
-        given, self._given = divided(self.theirs, args, kwargs)
-        self.theirs.__init__(self, *given.args, **given.kwargs)  # calls set_data
+        given, self._given = divided(self._theirs, args, kwargs)
+        self._theirs.__init__(self, *given.args, **given.kwargs)  # calls set_data
 
     def set_data(self, data: Sequence[Any]) -> None:
         """Takes new data, and fills the cache, unless ``runtime_cache`` leaves that to the first use of each item."""
-        self.take(data)
-        self.cache_num = max(0, min(int(self.set_num), int(len(data) * self.set_rate), len(data)))
+        self._take(data)
+        # With hash_as_key, equal items count once. They have one record in any case.
+        unique = {self.hash_func(item): i for i, item in enumerate(data)} if self.hash_as_key else range(len(data))
+        self.cache_num = max(0, min(int(self.set_num), int(len(unique) * self.set_rate), len(unique)))
+        self._cached: Sequence[int] = range(self.cache_num)
+        if isinstance(unique, dict):
+            self._hash_keys, self._cached = list(unique)[: self.cache_num], list(unique.values())[: self.cache_num]
         if self.runtime_cache is not False and self.runtime_cache is not None:
             return
-        if self.cache_num < len(data):
+        if self.cache_num < len(unique):
             warn(
-                f"cache_num, cache_rate: {self.cache_num} of {len(data)} items are cached now, and the others when "
+                f"cache_num, cache_rate: {self.cache_num} of {len(unique)} items are cached now, and the others when "
                 "they are first read. Records are on disk and take no memory"
             )
-        self.fill(self.cache_num)
+        self._fill(self._cached)
 
-    def take(self, data: Sequence[Any]) -> None:
+    def _take(self, data: Sequence[Any]) -> None:
         """Takes new data. The first time, this makes the GDSDataset."""
         if "settings" in vars(self):
             GDSDataset.set_data(self, data)
             self._runtime.keys = None  # to look at sources again
             return
-        given = {**self.defaults, **self.__dict__.pop("_given")}
+        given = {**self._defaults, **self.__dict__.pop("_given")}
         options = looked_at_once(given.get("options", {}))
-        self.make({**given, "data": data, "transform": self.transform, "options": options})
+        self._make({**given, "data": data, "transform": self.transform, "options": options})
 
-    def fill(self, count: int) -> None:
-        """Makes the records of the first items that have none. One worker, MONAI's default, is one per core here."""
+    def _fill(self, indices: Sequence[int]) -> None:
+        """Makes the records of items that have none. One worker, MONAI's default, is one per core here."""
         workers = self.num_workers if self.num_workers is not None and self.num_workers > 1 else None
-        fill(self, count, workers, self.progress)
+        fill(self, indices, workers, self.progress)
 
     @property
     def _cache(self) -> Any:
@@ -95,19 +104,19 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
 class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``DecathlonDataset``, which downloads."""
 
-    theirs = DecathlonDataset
+    _theirs = DecathlonDataset
 
 
 class MedNIST(Cached, MedNISTDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``MedNISTDataset``, which downloads."""
 
-    theirs = MedNISTDataset
+    _theirs = MedNISTDataset
 
 
 class Tcia(Cached, TciaDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``TciaDataset``, which downloads."""
 
-    theirs = TciaDataset
+    _theirs = TciaDataset
 
 
 class Persistent(StandIn):
@@ -117,11 +126,11 @@ class Persistent(StandIn):
 class OfGDS(StandIn):
     """Stands in for MONAI's own ``GDSDataset``."""
 
-    theirs = MonaisGDSDataset
+    _theirs = MonaisGDSDataset
 
-    def make(self, given: Mapping[str, Any]) -> None:
+    def _make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset. MONAI's takes further arguments of ``PersistentDataset``."""
-        super().make({**{name: value for name, value in given.items() if name != "kwargs"}, **given.get("kwargs", {})})
+        super()._make({**{name: value for name, value in given.items() if name != "kwargs"}, **given.get("kwargs", {})})
 
 
 class AfterN(StandIn, CacheNTransDataset):  # type: ignore[misc]  # MONAI is untyped
@@ -131,9 +140,9 @@ class AfterN(StandIn, CacheNTransDataset):  # type: ignore[misc]  # MONAI is unt
         ValueError: a random transform is among those.
     """
 
-    theirs = CacheNTransDataset
+    _theirs = CacheNTransDataset
 
-    def make(self, given: Mapping[str, Any]) -> None:
+    def _make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset."""
         transform, count = given["transform"], given["cache_n_trans"]
         steps = (transform if isinstance(transform, Compose) else Compose(transform)).transforms[:count]
@@ -146,20 +155,20 @@ class AfterN(StandIn, CacheNTransDataset):  # type: ignore[misc]  # MONAI is unt
                 f"does not: leave cache_n_trans out, or put {name} behind it. To keep draws, write the augmented "
                 "volumes to files (SaveImaged), and cache these"
             )
-        super().make({name: value for name, value in given.items() if name != "cache_n_trans"})
+        super()._make({name: value for name, value in given.items() if name != "cache_n_trans"})
         self.cache_n_trans = count
 
 
 class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``LMDBDataset``, which computes all items in its constructor too. There is no database."""
 
-    theirs = LMDBDataset
+    _theirs = LMDBDataset
 
-    def make(self, given: Mapping[str, Any]) -> None:
+    def _make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""
         database = {"db_name": "monai_cache", "progress": True, "lmdb_kwargs": None}
-        options = looked_at_once(given.get("options", self.defaults.get("options", {})))
-        super().make({**{name: value for name, value in given.items() if name not in database}, "options": options})
+        options = looked_at_once(given.get("options", self._defaults.get("options", {})))
+        super()._make({**{name: value for name, value in given.items() if name not in database}, "options": options})
         self.progress = given.get("progress", True)
         self.lmdb_kwargs = given.get("lmdb_kwargs") or {}
         self.db_file = Path(self.cache_dir or "") / f"{given.get('db_name', 'monai_cache')}.lmdb"

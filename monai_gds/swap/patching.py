@@ -180,7 +180,7 @@ def _made(original: type, stand_in: type, defaults: Mapping[str, Any]) -> type:
             return object.__reduce_ex__(self, protocol)
         return _new, (stand_in,), *object.__reduce_ex__(self, 2)[2:]
 
-    names = {"defaults": defaults, "__reduce_ex__": reduce_ex, "__doc__": stand_in.__doc__}
+    names = {"_defaults": defaults, "__reduce_ex__": reduce_ex, "__doc__": stand_in.__doc__}
     made: type = type(original.__name__, (stand_in,), {**names, "__module__": original.__module__})
     return made
 

@@ -17,7 +17,7 @@ from monai_gds.swap.stand_in import StandIn, divided
 class Plain(StandIn):
     """Stands in for ``Dataset`` where that loads files, see :func:`gains`."""
 
-    theirs = Dataset
+    _theirs = Dataset
 
 
 def gains(data: Any, transform: Any) -> bool:
@@ -37,27 +37,27 @@ def gains(data: Any, transform: Any) -> bool:
 class Table(StandIn, CSVDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``CSVDataset``. The rows are items."""
 
-    theirs = CSVDataset
+    _theirs = CSVDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given, ours = divided(self.theirs, args, kwargs)
-        self.theirs.__init__(self, *given.args, **given.kwargs)  # reads the tables
-        self.make({**ours, "data": self.data, "transform": self.transform})
+        given, ours = divided(self._theirs, args, kwargs)
+        self._theirs.__init__(self, *given.args, **given.kwargs)  # reads the tables
+        self._make({**ours, "data": self.data, "transform": self.transform})
 
 
 class Images(ImageDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``ImageDataset``: what its loader makes of a file is a record.
 
     Attributes:
-        defaults: arguments of GDSDataset that hold where a user gives none.
+        _defaults: arguments of GDSDataset that hold where a user gives none.
     """
 
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    _defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given, ours = divided(ImageDataset, args, kwargs)
         super().__init__(*given.args, **given.kwargs)
         files = [*self.image_files, *(self.seg_files or ())]
         steps = Compose(vars(self)["loader"], map_items=False)
-        self.cache = GDSDataset(files, steps, **{"cache_dir": None, **self.defaults, **ours})
+        self.cache = GDSDataset(files, steps, **{"cache_dir": None, **self._defaults, **ours})
         self.loader = self.cache._cachecheck

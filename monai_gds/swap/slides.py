@@ -52,11 +52,11 @@ class LoadPatch(MapTransform):  # type: ignore[misc]  # MONAI is untyped
 class Patches(StandIn, PatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``PatchWSIDataset``."""
 
-    theirs = PatchWSIDataset
+    _theirs = PatchWSIDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given, ours = divided(self.theirs, args, kwargs)
-        self.theirs.__init__(self, *given.args, **given.kwargs)  # finds the patches
+        given, ours = divided(self._theirs, args, kwargs)
+        self._theirs.__init__(self, *given.args, **given.kwargs)  # finds the patches
         self.wsi_object_dict: dict[str, Any] = {}
         kinds = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("monai")]
         overrides = any(vars(kind).keys() & _METHODS for kind in kinds)
@@ -64,16 +64,16 @@ class Patches(StandIn, PatchWSIDataset):  # type: ignore[misc]  # MONAI is untyp
         load = LoadPatch(type(self) if overrides else None, settings)
         steps = copy(self.transform)  # making a Compose would seed its transforms anew
         steps.transforms = (load, *steps.transforms)
-        self.make({**ours, "data": self.data, "transform": steps})
+        self._make({**ours, "data": self.data, "transform": steps})
 
 
 class Sliding(Patches, SlidingPatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``SlidingPatchWSIDataset``."""
 
-    theirs = SlidingPatchWSIDataset
+    _theirs = SlidingPatchWSIDataset
 
 
 class Masked(Patches, MaskedPatchWSIDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``MaskedPatchWSIDataset``."""
 
-    theirs = MaskedPatchWSIDataset
+    _theirs = MaskedPatchWSIDataset

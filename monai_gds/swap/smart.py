@@ -76,7 +76,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         ([1, 2], [2, 3])
     """
 
-    theirs = Theirs
+    _theirs = Theirs
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
             self._compute_data_idx()
 
     def _fill_cache(self, indices: Sequence[int] | None = None) -> list[int]:
-        self.take(self._all)
+        self._take(self._all)
         positions = list(range(self.cache_num) if indices is None else indices)
-        self.fill(len(positions))
+        self._fill(positions)
         return positions
 
     def _load_cache_item(self, idx: int) -> int:

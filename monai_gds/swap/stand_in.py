@@ -29,26 +29,26 @@ class _LastConstructor(Dataset):  # type: ignore[misc]  # MONAI is untyped
 
 
 class StandIn(GDSDataset, _LastConstructor):
-    """A GDSDataset that is made by the arguments of MONAI's class :attr:`theirs`, and its own by name.
+    """A GDSDataset that is made by the arguments of MONAI's class, and its own by name.
 
     Attributes:
-        theirs: MONAI's class.
-        defaults: arguments of GDSDataset that hold where a user gives none.
+        _theirs: MONAI's class.
+        _defaults: arguments of GDSDataset that hold where a user gives none.
     """
 
-    theirs: ClassVar[type] = PersistentDataset
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    _theirs: ClassVar[type] = PersistentDataset
+    _defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given, ours = divided(self.theirs, args, kwargs)
-        self.make({**given.arguments, **ours})
+        given, ours = divided(self._theirs, args, kwargs)
+        self._make({**given.arguments, **ours})
 
-    def make(self, given: Mapping[str, Any]) -> None:
+    def _make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset, given its arguments by name; None for ``cache_dir`` is no folder of the user's."""
         # MONAI's way to hash items is not stable from run to run, so that a cache would never be hit again.
         left_out = {"hash_func", "hash_transform"} | ({"cache_dir"} if given.get("cache_dir") is None else set())
         kept = {name: value for name, value in given.items() if name not in left_out}
-        GDSDataset.__init__(self, **{"cache_dir": None, **self.defaults, **kept})
+        GDSDataset.__init__(self, **{"cache_dir": None, **self._defaults, **kept})
 
 
 def divided(

@@ -137,6 +137,13 @@ def test_other_data_are_cached_too_and_files_are_looked_at_again(
     assert ours.cache_num == 2 and ours.is_cached(1)
 
 
+def test_equal_items_count_once_where_that_is_asked_for(items: list[dict[str, Any]], patched: Any) -> None:
+    data = [items[0], items[1], dict(items[1]), items[2]]
+    ours = monai.data.CacheDataset(data, transform(), progress=False, hash_as_key=True, cache_num=4)
+    assert (len(ours), ours.cache_num, len(ours._cache), len(ours._hash_keys)) == (4, 3, 3, 3)
+    assert_same(ours._cache[1]["image"], transform()(items[1], end=2)["image"])
+
+
 def test_items_that_fail_show_in_the_constructor(items: list[dict[str, Any]], patched: Any) -> None:
     Path(items[2]["image"]).write_bytes(b"cut")
     with pytest.raises(monai_gds.PopulateError, match="1 of 4 items failed"):

@@ -113,7 +113,7 @@ def test_copies_have_its_items_and_no_thread(tmp_path: Path) -> None:
         assert numbers(again) == numbers(ours) and not again.is_started()
         again.update_cache()
         again.shutdown()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     ours.shutdown()
 
 
