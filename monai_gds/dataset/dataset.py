@@ -14,9 +14,8 @@ from monai.transforms.utils import reset_ops_id as _reset_ops_id
 from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.dataset import words
-from monai_gds.dataset.eager import fill, looked_at_once
 from monai_gds.dataset.item_keys import HashTransform
-from monai_gds.dataset.populate import populate
+from monai_gds.dataset.populate import fill, populate
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.dataset.session import Runtime, Session
 from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
@@ -131,7 +130,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         )  # fmt: skip
         check_transforms(self.transform.transforms)
         self.hash_transform = hash_transform
-        options = looked_at_once(options) if populate else options
+        options = CacheOptions.of(options).once() if populate else options
         self.settings = Settings.of(
             device, backend, backend_options, root, version, compression, cache_dir, max_bytes, local_dir, options,
             track_meta,

@@ -12,7 +12,8 @@ from monai.data import GDSDataset as MonaisGDSDataset
 from monai.transforms import Compose, Randomizable
 
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.dataset.eager import fill, looked_at_once
+from monai_gds.dataset.populate import fill
+from monai_gds.dataset.settings import CacheOptions
 from monai_gds.pipeline.parts import parts
 from monai_gds.swap.stand_in import StandIn, divided, warn
 
@@ -83,7 +84,7 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
             self._runtime.keys = None  # to look at sources again
             return
         given = {**self._defaults, **self.__dict__.pop("_given")}
-        options = looked_at_once(given.get("options", {}))
+        options = CacheOptions.of(given.get("options", {})).once()
         self._make({**given, "data": data, "transform": self.transform, "options": options})
 
     def _fill(self, indices: Sequence[int]) -> None:
@@ -167,7 +168,7 @@ class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
     def _make(self, given: Mapping[str, Any]) -> None:
         """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""
         database = {"db_name": "monai_cache", "progress": True, "lmdb_kwargs": None}
-        options = looked_at_once(given.get("options", self._defaults.get("options", {})))
+        options = CacheOptions.of(given.get("options", self._defaults.get("options", {}))).once()
         super()._make({**{name: value for name, value in given.items() if name not in database}, "options": options})
         self.progress = given.get("progress", True)
         self.lmdb_kwargs = given.get("lmdb_kwargs") or {}
