@@ -27,8 +27,8 @@ def constructor(kind: type) -> Callable[..., None]:
         if not gds_datasets(given["dataset"]):
             return original(self, *args, **kwargs)
         self.__class__ = GDSDataLoader
-        extra = given.pop("kwargs", {})
-        GDSDataLoader.__init__(**given, **extra)
+        named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
+        GDSDataLoader.__init__(self, **named, **given.get("kwargs", {}))
         return None
 
     return made

@@ -77,3 +77,14 @@ def test_they_stay_monais_over_other_datasets_and_where_that_is_asked_for(tmp_pa
         assert type(Mine(ours)) is Mine and len(list(Mine(ours))) == 6
     with monai_gds.patch(tmp_path, loaders=False):
         assert type(DataLoader(ours)) is DataLoader
+
+
+def test_lightning_makes_them_again_with_its_own_samplers(tmp_path: Path) -> None:
+    """It notes the arguments that a loader is made with, whose constructor it wraps for that."""
+    data = pytest.importorskip("lightning.fabric.utilities.data", reason="Lightning is not installed on this machine")
+    with monai_gds.patch(tmp_path), data._replace_dunder_methods(torch.utils.data.DataLoader, "dataset"):
+        dataset = monai.data.CacheDataset(ITEMS, transform(), progress=False)
+        ours = ThreadDataLoader(dataset, batch_size=2, shuffle=True)
+    again = data._update_dataloader(ours, torch.utils.data.SequentialSampler(dataset))
+    assert type(ours) is type(again) is GDSDataLoader and again.batch_size == 2
+    assert isinstance(again.sampler, torch.utils.data.SequentialSampler) and len(list(again)) == 3
