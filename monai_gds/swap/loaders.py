@@ -17,6 +17,7 @@ def constructor(kind: type) -> Callable[..., None]:
     A subclass stays what it is: it may override what a GDSDataLoader does otherwise.
     """
     original: Callable[..., None] = vars(kind)["__init__"]
+    ours: Callable[..., None] = GDSDataLoader.__init__
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -28,7 +29,7 @@ def constructor(kind: type) -> Callable[..., None]:
             return original(self, *args, **kwargs)
         self.__class__ = GDSDataLoader
         named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
-        GDSDataLoader.__init__(self, **named, **given.get("kwargs", {}))
+        ours(self, **named, **given.get("kwargs", {}))
         return None
 
     return made

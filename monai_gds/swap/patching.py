@@ -22,13 +22,12 @@ from monai_gds.dataset.settings import refuse
 from monai_gds.errors import HashingError
 from monai_gds.swap import cached, loaders, plain, slides
 from monai_gds.swap.smart import SmartCacheDataset
-from monai_gds.swap.stand_in import OURS, StandIn, warn
+from monai_gds.swap.stand_in import OURS, warn
 
 #: What stands in for each of MONAI's classes. This module is imported before anything can be patched.
 _STAND_INS: Mapping[type, type] = {
     monai.data.CacheDataset: cached.Cached,
     monai.data.CacheNTransDataset: cached.AfterN,
-    monai.data.CSVDataset: plain.Table,
     monai.data.GDSDataset: cached.OfGDS,
     monai.data.ImageDataset: plain.Images,
     monai.data.LMDBDataset: cached.OfLMDB,
@@ -47,6 +46,9 @@ _MONAIS = {kind.__name__: kind for kind in _STAND_INS}
 
 #: The names of those that are replaced.
 NAMES = tuple(_MONAIS)
+
+#: Those that gain only if they load files. The constructor of ``Dataset``, which both have, decides.
+_PLAIN: Mapping[type, type] = {monai.data.Dataset: plain.Plain, monai.data.CSVDataset: plain.Table}
 
 #: Loaders whose constructors are replaced.
 _LOADERS = (monai.data.DataLoader, monai.data.ThreadDataLoader)
@@ -125,9 +127,9 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
 
     A stand-in takes the arguments of the class that it stands in for, and by name those of
     :class:`~monai_gds.GDSDataset`. ``CacheDataset`` and its kin are full when their constructors return. ``Dataset``
-    caches where its deterministic transforms load files. ``DataLoader`` and ``ThreadDataLoader`` over one of ours
-    become a :class:`~monai_gds.GDSDataLoader` with the same arguments. ``print(patch(…))`` lists what is replaced, and
-    what is left alone and why.
+    and ``CSVDataset`` cache where their deterministic transforms load files and save none. ``DataLoader`` and
+    ``ThreadDataLoader`` over one of ours become a :class:`~monai_gds.GDSDataLoader` with the same arguments.
+    ``print(patch(…))`` lists what is replaced, and what is left alone and why.
 
     A name of a caching dataset that a module has already imported (``from monai.data import CacheDataset``) stays
     MONAI's there: call this first, or use ``monai-gds run``.
@@ -162,7 +164,7 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
         places = {sys.modules[original.__module__], sys.modules[original.__module__.rpartition(".")[0]]}
         changes += [(place, original.__name__, made) for place in places]
     changes.append((monai.data.Dataset, "__init__", _constructor(defaults)))
-    replaced["Dataset"] = "GDSDataset where its deterministic transforms load files"
+    replaced |= {kind.__name__: f"{_PLAIN[kind].__module__}, where it loads files and saves none" for kind in _PLAIN}
     if loaders:
         changes += [(kind, "__init__", _loader(kind)) for kind in _LOADERS]
         replaced |= {kind.__name__: "GDSDataLoader over datasets of ours" for kind in _LOADERS}
@@ -186,21 +188,22 @@ def _made(original: type, stand_in: type, defaults: Mapping[str, Any]) -> type:
 
 
 def _constructor(defaults: Mapping[str, Any]) -> Callable[..., None]:
-    """A constructor for ``Dataset``, which makes one of ours where that gains."""
+    """A constructor for ``Dataset`` and ``CSVDataset``, which makes one of ours where that gains."""
     original: Callable[..., None] = monai.data.Dataset.__init__
-    stand_in = _made(monai.data.Dataset, plain.Plain, defaults)
+    stand_ins = {kind: _made(kind, stand_in, defaults) for kind, stand_in in _PLAIN.items()}
 
     @wraps(original)
     def made(self: Any, data: Any, transform: Any = None) -> None:
-        if type(self) is not monai.data.Dataset or not plain.gains(data, transform):
+        kind: type = type(self)
+        if kind not in stand_ins or not plain.gains(data, transform):
             return original(self, data, transform)
-        self.__class__ = stand_in
+        self.__class__ = stand_ins[kind]
         try:
-            StandIn.__init__(self, data, transform)
+            self._make({"data": data, "transform": transform})
         except HashingError as e:
-            self.__class__ = monai.data.Dataset
+            self.__class__ = kind
             vars(self).clear()
-            warn(f"a Dataset stays MONAI's, and computes its items in every epoch: {e}")
+            warn(f"a {kind.__name__} stays MONAI's, and computes its items in every epoch: {e}")
             original(self, data, transform)
         return None
 

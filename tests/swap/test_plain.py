@@ -23,6 +23,7 @@ from monai.transforms import (
     RandFlip,
     RandFlipd,
     RandSpatialCropSamplesd,
+    SaveImaged,
     ScaleIntensity,
     ScaleIntensityd,
     reset_ops_id,
@@ -97,8 +98,9 @@ def test_a_dataset_that_loads_files_is_ours_also_by_a_name_imported_before(
         ([1.0, 2.0], None),
         ([{"image": "a.nii"}], [RandFlipd("image"), LoadImaged("image")]),  # nothing deterministic comes first
         ({"a": 1}, [LoadImaged("image")]),  # not a sequence
+        ([{"image": "a.nii"}], [LoadImaged("image"), Compose([SaveImaged("image")])]),  # each epoch writes files
     ],
-    ids=["memory", "no transform", "random", "mapping"],
+    ids=["memory", "no transform", "random", "mapping", "saves"],
 )
 def test_others_stay_monais(data: Any, steps: Any, patched: Any) -> None:
     ours = Dataset(data, steps)
