@@ -229,8 +229,17 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = {name: TARGET if name == "device" else stub(v) for name, v in kwargs.items() if name != "pin_memory"}
         if not tensors:
             named["device"] = TARGET
+        given = args if len(ghosts) == len(tensors) else _mapped(stub, args)
+        key = None if about(func).view or about(func).mutable else _question(func, given, named)
+        if key is not None and (form := _answers.get(key)) is not None:
+            return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
         try:
-            return func(*(args if len(ghosts) == len(tensors) else _mapped(stub, args)), **named)
+            made = func(*given, **named)
+            if key is not None and isinstance(made, Tensor):
+                if len(_answers) == limits.FORMS_REMEMBERED:
+                    del _answers[next(iter(_answers))]
+                _answers[key] = tuple(made.shape), made.stride(), made.dtype
+            return made
         except NotImplementedError:
             self.refuse(f"it uses {about(func).name}, whose result depends on values")
         except Exception as e:  # the eager run raises it too, if it has nothing to do with ghosts
@@ -293,6 +302,34 @@ def _run(operation: Operation, known: dict[int, Tensor]) -> None:
     for number, tensor in zip(operation.outs, _each(out), strict=True):
         if number is not None:
             known[number] = tensor
+
+
+#: What operations give, by :func:`_question`. torch computes it in Python, which takes most of a recording's time.
+_answers: dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+
+
+def _question(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the form of a result depends on; None if that is not certain."""
+    key = [func]
+    for value in (*args, *kwargs.items()):
+        kind = value.__class__
+        if isinstance(value, Tensor):
+            if not value.is_meta or value.is_conj() or value.is_neg():
+                return None
+            key.append((tuple(value.shape), value.stride(), value.dtype))
+        elif kind is list:
+            if any(isinstance(part, Tensor) for part in value):
+                return None
+            key.append(tuple(value))
+        elif kind is tuple and isinstance(value[1], Tensor):
+            return None
+        else:
+            key.append((kind, value))  # 1, 1.0 and True are equal
+    try:
+        hash(found := tuple(key))
+    except TypeError:
+        return None
+    return found
 
 
 def _each(out: Any) -> Sequence[Any]:
