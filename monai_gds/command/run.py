@@ -14,14 +14,15 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Examples: monai-gds run --cache-dir /nvme/cache train.py --epochs 100; "
-    "torchrun --nproc-per-node 8 -m monai_gds run --cache-dir /nvme/cache -m lab.train",
+    epilog="Example: monai-gds run --cache-dir /nvme/cache train.py",
     context_settings={"allow_interspersed_args": False},  # what follows the script is its own
 )
 def run(
     command: Annotated[list[str], typer.Argument(help="A script, or with -m a module, and its own arguments.")],
     cache_dir: Annotated[Path, typer.Option(help="The folder of the records.", file_okay=False)],
-    device: Annotated[str, typer.Option(help="Where items come: cpu, or cuda:N.", callback=known_device)] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where items come: cpu, cuda:N, or cuda for the current device.", callback=known_device)
+    ] = "cpu",
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     loaders: Annotated[bool, typer.Option(help="Replace MONAI's loaders too.")] = True,
 ) -> None:
