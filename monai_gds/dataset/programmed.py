@@ -25,9 +25,8 @@ from monai_gds.pipeline.randomness import GLOBAL, put_back, seed_everything, see
 from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
-from monai_gds.programs.indices import standing_in
-from monai_gds.programs.program import Asked, Program
-from monai_gds.programs.recorder import Recorded, Recorder, Refusal
+from monai_gds.programs.program import Asked, Program, tensors_in
+from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal, record_item
 from monai_gds.programs.replay import GuardFailed, replay
 from monai_gds.programs.trust import Trust
 from monai_gds.records.pending import PendingItem, Volumes
@@ -100,7 +99,7 @@ def draw(
     stages.enter("random transforms", "recording")
     try:
         (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask)
-    except _RecordGone:
+    except RecordGone:
         return Answer(saved)
     later = states_at(_slots_after(split, 0 if program is None else program.done))
     return Answer(saved, key.digest, program, refused, later, _states_of_process() != before, plain)
@@ -120,51 +119,16 @@ def _recorded(
     ask: Callable[[Program], bytes] | None,
 ) -> tuple[Recorded, bool]:
     """What the transforms do, and whether the last one left no tensor of the target in metadata."""
-    recorder, steps = Recorder(lazy.later, target, guesses, ask), split.steps()
-    last, plain = (steps[-1] if steps else None), False
+    steps, plain = split.steps(), False
 
-    def runs_of(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Any:
-        of_label, of_image = recorder.name_of(label), "" if image is None else recorder.name_of(image)
-        return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
-
-    def apply(step: Callable[..., Any], item: Any) -> Any:
+    def after(step: Callable[..., Any], item: Any) -> None:
         nonlocal plain
-        with standing_in(step, item, runs_of):
-            item = split.step(step, item)
-        if step is last:  # here, where nobody waits
+        if step is steps[-1]:  # here, where nobody waits
             reset_ops_id(item)
-            plain = not _hides_ghosts(item)
-        return item
+            plain = not any(hidden and is_ghost(tensor) for tensor, hidden in tensors_in(item))
 
-    def make(ghosts: Mapping[str, torch.Tensor]) -> Any:
-        found = lazy.wait(item, ghosts)
-        if found is None:
-            raise _RecordGone
-        return found[0]
-
-    recorded = recorder.record(steps, apply, make, most)
+    recorded = record_item(Recorder(lazy.later, target, guesses, ask), split, lazy, item, most, after)
     return recorded, plain and recorded.refused is None
-
-
-class _RecordGone(Exception):
-    """The record turned out to be unusable, which has been reported, or was deleted."""
-
-
-def _hides_ghosts(item: Any) -> bool:
-    """Whether an item has ghosts elsewhere than in dicts and lists, such as in metadata."""
-    if isinstance(item, torch.Tensor):
-        return any(_is_or_hides(part) for part in vars(item).values())
-    if isinstance(item, (dict, list, tuple)):
-        return any(map(_hides_ghosts, item.values() if isinstance(item, dict) else item))
-    return hasattr(item, "__dict__")
-
-
-def _is_or_hides(part: Any) -> bool:
-    if isinstance(part, torch.Tensor):
-        return is_ghost(part)
-    if isinstance(part, (dict, list, tuple)):
-        return any(map(_is_or_hides, part.values() if isinstance(part, dict) else part))
-    return False
 
 
 def _slots_after(split: Split, done: int) -> dict[str, Any]:
@@ -215,10 +179,8 @@ class Programmed:
             (self._lazy,) = cache.start([answer.digest], "head")
         if self._lazy is None or program is None:
             self._begin_whole()
-        elif boxes := program.boxes():
-            self._volumes = self._lazy.read(boxes)
         else:
-            self._values = {}
+            self._volumes = self._lazy.read(program.boxes())
 
     @property
     def cached(self) -> bool:
@@ -267,7 +229,7 @@ class Programmed:
         self.plain = self._answer.plain
         if self._trust.is_due(program) and not self._answer.drew_globally:
             self.plain = False
-            with suppress(_RecordGone):
+            with suppress(RecordGone):
                 item = self._trust.compared(item, program, self._split.steps(), self._eagerly, self._again)
         return item, program.done
 
@@ -294,7 +256,7 @@ class Programmed:
         seed_transforms(self._split.steps(), *self._seed)
         item = self._session.read(self._index)
         if item is None:
-            raise _RecordGone
+            raise RecordGone
         for step in self._split.steps()[:count]:
             item = self._split.step(step, item)
         return item
@@ -308,14 +270,9 @@ class Programmed:
             return None
         seed_transforms(split.steps(), *self._seed)
         item = session.dataset.data[self._index]
-        with suppress(_RecordGone, GuardFailed):
+        with suppress(RecordGone, GuardFailed):
             program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
-            values = None if program is None else _read(lazy, program)
+            values = None if program is None else lazy.read(program.boxes()).wait()
             if program is not None and values is not None:
                 return replay(program, values, session.target())
         return None
-
-
-def _read(lazy: PendingItem, program: Program) -> Mapping[str, Any] | None:
-    boxes = program.boxes()
-    return lazy.read(boxes).wait() if boxes else {}

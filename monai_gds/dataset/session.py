@@ -38,12 +38,12 @@ from monai_gds.folder.uses import Uses
 from monai_gds.folder.writer import process_writer
 from monai_gds.keys.key import Key, Pipeline
 from monai_gds.keys.reads import reads_of
+from monai_gds.pipeline.ahead import drawn_ahead
 from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
-from monai_gds.programs.ghosts import drawn_ahead
 from monai_gds.programs.indices import lookup_of
 from monai_gds.records.compression import Compression
 from monai_gds.records.heads import Form

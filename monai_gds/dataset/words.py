@@ -20,9 +20,9 @@ from monai_gds.folder.budget import limit_of
 from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
+from monai_gds.pipeline.ahead import drawn_ahead, may_crop, why_not
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import cacheable_after, name_of
-from monai_gds.programs.ghosts import drawn_ahead, hazard
 
 
 def describe(session: Session) -> str:
@@ -104,11 +104,10 @@ def drawn_first(session: Session) -> str:
     """Which random transforms are drawn before anything is read, or why none is; empty if nothing crops."""
     split = session.split()
     rest = split.steps()
-    crops = [step for step in rest if any("Crop" in type(part).__name__ for part in parts(step))]
-    if not crops or not session.caches:
+    if not any(map(may_crop, rest)) or not session.caches:
         return ""
     if not drawn_ahead(split):
-        name, why = next((name_of(step), why) for step in rest if (why := hazard(step)))
+        name, why = next((name_of(step), why) for step in rest if (why := why_not(step)))
         return f"none is drawn before items are read: {name} comes first, and {why}"
     return f"{_names(drawn_ahead(split))} drawn before anything is read"
 

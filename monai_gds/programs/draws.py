@@ -1,10 +1,9 @@
 """Crops that are drawn before anything is read: which item is drawn when, and what is read for it.
 
 Used by the dataset. An item whose record has tensors in tiles gets a :class:`Turn` in the queue of a loop, in the order
-in which items are begun. It is drawn as soon as all items before it are drawn or finished: its first random transforms
-run on ghosts (:mod:`monai_gds.programs.ghosts`), and the voxels that the result covers are read. When its turn comes,
-the views that were drawn are laid over these voxels, and the other transforms run on the values, one item after the
-other.
+in which items are begun. It is drawn as soon as all items before it are drawn or finished: its leading crops
+(:mod:`monai_gds.pipeline.ahead`) are recorded, and the voxels that their program touches are read. When its turn comes,
+the program is replayed on these voxels, and the other transforms run on the values, one item after the other.
 
 Drawing ahead assumes that nothing else draws from the same generators before the item's turn. So after each draw the
 random states are put back to those of the last finished item. When a turn comes, they are compared with those that the
@@ -13,7 +12,7 @@ item is drawn again. So the random states are always those of a loop that reads 
 shares a generator, after a loop that was left early, and after a seed that was set in between.
 
 The generators of Python, NumPy and torch are neither read nor put back here: the training draws from them meanwhile.
-None of the transforms that see ghosts does.
+None of the leading crops does.
 """
 
 from __future__ import annotations
@@ -21,43 +20,34 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from monai_gds.pipeline.ahead import drawn_ahead, why_not_now
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.randomness import States, generators
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.ghosts import Ghosts, NotOnGhosts, drawn_ahead
-from monai_gds.programs.indices import standing_in
+from monai_gds.programs.program import Program
+from monai_gds.programs.recorder import Recorder, RecordGone, record_item
+from monai_gds.programs.replay import replay
 from monai_gds.tiles.boxes import whole_box
 
 if TYPE_CHECKING:
     from monai_gds.records.pending import PendingItem, Volumes
-    from monai_gds.records.volumes import Volume
-    from monai_gds.tiles.runs import Runs
 
 _log = logging.getLogger("monai_gds")
 
 
 class _Drawn(NamedTuple):
-    """An item after its first steps, with views of ghosts in place of tensors."""
+    """An item after its first steps."""
 
-    item: Any
-    ghosts: Ghosts
-    steps: int
+    program: Program
     before: States  # the random states before the draw
     after: States  # the random states after it
-
-
-class _NoVolumes:
-    """Stands for :class:`Volumes` where the crops of an item hold no voxel."""
-
-    def wait(self) -> Mapping[str, Volume]:
-        return {}
 
 
 class Turn:
@@ -74,7 +64,7 @@ class Turn:
     def __init__(self, queue: Draws, lazy: PendingItem | None, item: Any) -> None:
         self.queue, self.lazy, self.item = queue, lazy, item
         self.drawn: _Drawn | None = None
-        self.volumes: Volumes | _NoVolumes | None = None
+        self.volumes: Volumes | None = None
         self.taken = 0  # bytes, once the turn has come
 
     @property
@@ -147,9 +137,9 @@ class Draws:
         if drawn is None:
             found = lazy.wait(turn.item, {name: volume.whole() for name, volume in volumes.items()})
             return None if found is None else (found[0], 0)
-        item = drawn.ghosts.realize(drawn.item, volumes, self._device)
+        item = replay(drawn.program, volumes, self._device, shared=False)
         drawn.after.follow(drawn.before)
-        return item, drawn.steps
+        return item, drawn.program.done
 
     @property
     def _ahead(self) -> int:
@@ -178,7 +168,7 @@ class Draws:
         return turn.volumes is not None
 
     def _draw(self, turn: Turn, count: int, since: States | None = None, at_turn: bool = False) -> None:
-        """Runs the first steps of an item on ghosts and begins to read what they cover. Random states stay as they are.
+        """Records the first steps of an item and begins to read what they touch. Random states stay as they are.
 
         Args:
             turn: the item. Its ``volumes`` are set, or its ``lazy`` becomes None if the record is of no use.
@@ -201,49 +191,29 @@ class Draws:
         if drawn is None:
             self._read_whole(turn)
             return
-        boxes = drawn.ghosts.boxes(drawn.item)
-        turn.volumes = turn.lazy.read(boxes) if boxes else _NoVolumes()
-        turn.drawn = drawn
+        turn.volumes, turn.drawn = turn.lazy.read(drawn.program.boxes()), drawn
 
     def _drawn(self, turn: Turn, count: int, before: States) -> _Drawn | None:
         """An item after its first steps; None if all of its values are needed, or the record is of no use."""
-        while count and turn.lazy is not None:
-            ghosts = Ghosts(turn.lazy.later)
-            done = 0
-            try:
-                found = turn.lazy.wait(turn.item, ghosts.tensors)
-                if found is None:
-                    turn.lazy = None
-                    break
-                item = found[0]
-                ghosts.enter(item)
-                for done, step in enumerate(self._steps[:count]):  # noqa: B007 (where it stopped)
-                    item = ghosts.run(step, self._with_runs(ghosts, turn.lazy), item)
-                return _Drawn(item, ghosts, count, before, States(self._steps))
-            except NotOnGhosts as e:
-                self._notes[type(self._steps[done]).__name__] = str(e)
-                self._on_ghosts = count = min(done, self._on_ghosts)
-                if ghosts.spoilt():  # what is not in tiles is read again
-                    turn.lazy = None
-            before.put_back()
-        return None
+        assert turn.lazy is not None, "the caller has checked"
+        changed = next(((i, why) for i, step in enumerate(self._steps[:count]) if (why := why_not_now(step))), None)
+        if changed is not None:
+            count = self._give_up(*changed)
+        recorder = Recorder(turn.lazy.later, self._device, views_only=True)
+        try:
+            program, refused = record_item(recorder, self.split, turn.lazy, turn.item, count)
+        except RecordGone:
+            turn.lazy = None
+            return None
+        if refused is not None and refused.step < count:
+            self._give_up(refused.step, refused.why)
+        return None if program is None else _Drawn(program, before, States(self._steps))
 
-    def _with_runs(self, ghosts: Ghosts, lazy: PendingItem) -> Callable[[Any, Any], Any]:
-        """Returns a function that runs a transform. It takes the indices of a label from the runs in the record."""
-
-        def name_of(tensor: torch.Tensor) -> str | None:
-            name = ghosts.name_of(tensor)
-            return name if name is not None or ghosts.spoilt() else lazy.name_of(tensor)
-
-        def runs_of(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Runs | None:
-            of_label, of_image = name_of(label), "" if image is None else name_of(image)
-            return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
-
-        def apply(step: Any, item: Any) -> Any:
-            with standing_in(step, item, runs_of):
-                return self.split.step(step, item)
-
-        return apply
+    def _give_up(self, step: int, why: str) -> int:
+        """Has a step, and those after it, run on values in this loop. Returns its number."""
+        self._notes[type(self._steps[step]).__name__] = why
+        self._on_ghosts = min(step, self._on_ghosts)
+        return step
 
     def _read_whole(self, turn: Turn) -> None:
         assert turn.lazy is not None, "the caller has checked"

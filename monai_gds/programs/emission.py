@@ -6,7 +6,7 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monai_gds.programs.ghostly import ON_TARGET, plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
-from monai_gds.programs.program import Constant, Guard, Program, Step, View, pack
+from monai_gds.programs.program import Constant, Guard, Program, Step, View, hold, pack
 
 _aten = torch.ops.aten
 
@@ -28,7 +28,9 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 _LINE = 64
 
 
-def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
+def emit(
+    log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard], held: bool = False
+) -> Program:
     """Makes the program of what was recorded.
 
     Args:
@@ -37,13 +39,14 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequenc
         marks: how many operations there were after each transform.
         whole: whether no transform runs after the program.
         guards: the bools that the replay compares.
+        held: whether the item is not copied, so that the program is for this process and one replay.
 
     Raises:
         Refused: the item holds a tensor that does not come from the recording.
-        Exception: whatever pickle raises for something in the item.
+        Exception: whatever :func:`pack` or :func:`hold` raises.
     """
     with plainly():
-        return _Emission(log).program(item, marks, whole, guards)
+        return _Emission(log, hold if held else pack).program(item, marks, whole, guards)
 
 
 class _Draft(NamedTuple):
@@ -59,8 +62,8 @@ class _Draft(NamedTuple):
 class _Emission:
     """The making of one program."""
 
-    def __init__(self, log: Log) -> None:
-        self._of = log
+    def __init__(self, log: Log, put: Callable[[Any, Callable[[Tensor], int | None]], Any]) -> None:
+        self._of, self._put = log, put
         self._views: dict[_Key, View] = {}
         self._constants: dict[Any, tuple[_Key, Tensor, bool]] = {}
         self._uploaded: dict[int, _Key] = {}  # ghosts that are constants
@@ -74,12 +77,12 @@ class _Emission:
             if tensor.requires_grad:
                 of.refuse("its result requires a gradient")
             if not tensor.is_meta:
-                of.count(tensor.untyped_storage().nbytes())
+                of.count(tensor.untyped_storage().nbytes() if self._put is pack else 0)
                 return None
             results.append(of.number_of(tensor))
             return len(results) - 1
 
-        packed_item = pack(item, hole)
+        taken = self._put(item, hole)
         kept = self._needed({*results, *(guard.value for guard in guards)})
         drafts = list(self._drafts(kept, set(results)))
         holes = [self._key(Ref(number)) for number in results]
@@ -98,7 +101,7 @@ class _Emission:
             guards=tuple(
                 guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
-            holes=tuple(slots[key] for key in holes), item=packed_item, done=len(marks), form=_forms(of, marks),
+            holes=tuple(slots[key] for key in holes), item=taken, done=len(marks), form=_forms(of, marks),
         )  # fmt: skip
 
     def _needed(self, numbers: set[int]) -> list[Operation]:

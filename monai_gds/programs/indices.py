@@ -1,6 +1,6 @@
 """Indices of a label's voxels for MONAI's random croppers, out of the runs that lie in a record.
 
-Used by :mod:`monai_gds.programs.draws` around a transform that is run on ghosts. ``RandCropByPosNegLabeld`` and
+Used by :mod:`monai_gds.programs.recorder` around a transform that is recorded. ``RandCropByPosNegLabeld`` and
 ``RandCropByLabelClassesd`` list the index of every foreground and background voxel, or of every class, but use only the
 length and single elements of each list. :func:`standing_in` gives their cropper, for one call, objects that have a
 length and elements in place of these lists. So MONAI's own code draws, and neither its centres nor the random state it

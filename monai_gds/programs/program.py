@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import string_at
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,7 +129,7 @@ class Program(NamedTuple):
         values: how many values there are.
         guards: the values that were guessed.
         holes: the numbers of the tensors of the item that have holes.
-        item: the item, by :func:`pack`.
+        item: the item, by :func:`pack` or, in the process that recorded it, :func:`hold`.
         done: how many transforms are in the program.
         form: for each of them what identifies its operations.
     """
@@ -143,7 +145,7 @@ class Program(NamedTuple):
     values: int
     guards: tuple[Guard, ...]
     holes: tuple[int, ...]
-    item: bytes
+    item: bytes | Held
     done: int
     form: tuple[str, ...]
 
@@ -159,7 +161,8 @@ class Program(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that the program takes in memory, about."""
-        return len(self.packed) + len(self.item) + _STEP * (len(self.steps) + len(self.views))
+        item = len(self.item) if isinstance(self.item, bytes) else 0
+        return len(self.packed) + item + _STEP * (len(self.steps) + len(self.views))
 
 
 # The item
@@ -232,9 +235,83 @@ def pack(item: Any, number: Callable[[Tensor], int | None]) -> bytes:
     return file.getvalue()
 
 
-def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
-    """The item that :func:`pack` pickled, with these tensors. They get the classes and attributes that theirs had."""
-    return _Unpacker(io.BytesIO(data), tensors).load()
+class Held(NamedTuple):
+    """An item itself.
+
+    Attributes:
+        item: the item.
+        ghosts: those of its tensors that have numbers, by these.
+    """
+
+    item: Any
+    ghosts: Sequence[Tensor]
+
+
+def hold(item: Any, number: Callable[[Tensor], int | None]) -> Held:
+    """As :func:`pack`, for the same process: nothing is copied, and only once :func:`unpack` gives the item.
+
+    Raises:
+        ValueError: a tensor that has a number is elsewhere than in dicts, lists and tuples, such as in metadata.
+    """
+    ghosts = []
+    for tensor, hidden in tensors_in(item):
+        if not hidden and number(tensor) is not None:
+            ghosts.append(tensor)
+        elif hidden and tensor.is_meta:
+            raise ValueError("it puts a volume elsewhere than into dicts and lists")
+    return Held(item, ghosts)
+
+
+def unpack(item: bytes | Held, tensors: Sequence[Tensor]) -> Any:
+    """The item of :func:`pack` or :func:`hold`, with these tensors. They get the classes and attributes of theirs."""
+    if isinstance(item, bytes):
+        return _Unpacker(io.BytesIO(item), tensors).load()
+    made = {
+        id(ghost): _as(tensor, type(ghost), None if type(ghost) is Tensor else ghost.__dict__)
+        for ghost, tensor in zip(item.ghosts, tensors, strict=True)
+    }
+    return replaced(item.item, lambda tensor: made.get(id(tensor), tensor))
+
+
+def replaced(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """An item with others in place of its tensors. Changes dicts and lists in place, which keeps their types."""
+    if isinstance(value, Tensor):
+        return new(value)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(part, _ATOMS):
+                value[key] = replaced(part, new)
+    elif isinstance(value, list):
+        value[:] = [replaced(part, new) for part in value]
+    elif type(value) is tuple:
+        return tuple([replaced(part, new) for part in value])
+    return value
+
+
+def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:
+    """Each tensor of an item, and whether :func:`replaced` does not see it: in metadata, or within other objects."""
+    todo, met = [(item, False)], set[tuple[int, bool]]()
+    while todo:
+        value, hidden = todo.pop()
+        if isinstance(value, _ATOMS) or (id(value), hidden) in met:
+            continue
+        met.add((id(value), hidden))
+        if isinstance(value, Tensor):
+            yield value, hidden
+            todo += [(part, True) for part in vars(value).values()]
+        elif isinstance(value, dict):
+            todo += [(part, hidden) for part in value.values()]
+        elif isinstance(value, list) or type(value) is tuple:
+            todo += [(part, hidden) for part in value]
+        elif isinstance(value, (tuple, set, frozenset)):
+            todo += [(part, True) for part in value]
+        elif isinstance(value, np.ndarray):
+            todo += [(part, True) for part in value.flat] if value.dtype.hasobject else []
+        elif not isinstance(value, (type, ModuleType)):
+            todo += [(part, True) for part in getattr(value, "__dict__", {}).values()]
+
+
+_ATOMS = (str, int, float, bytes, type(None))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -4,6 +4,8 @@ The user's own, unchanged transforms run on ghosts: MetaTensors that have shape,
 What they do to tensors is written down (:mod:`monai_gds.programs.recording`) and becomes a program, which is replayed
 on the voxels, on the target. Everything that is no tensor comes from the run on ghosts.
 
+The leading crops of an item are recorded where it is used, too (:mod:`monai_gds.programs.draws`): as views only.
+
 What cannot be recorded is refused, and the program ends before that transform. The run is then made once more up to
 there, with random states as they were, so that nothing of the transform is left, whatever it did.
 """
@@ -11,19 +13,28 @@ there, with random states as they were, so that nothing of the transform is left
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from monai_gds.pipeline.randomness import States
+from monai_gds.pipeline.split import Split
 from monai_gds.programs import kept
 from monai_gds.programs.emission import emit
 from monai_gds.programs.ghostly import Refused, is_ghost, plainly
+from monai_gds.programs.indices import standing_in
+from monai_gds.programs.log import place_of
 from monai_gds.programs.modes import beyond_modes
-from monai_gds.programs.program import Asked, Program
+from monai_gds.programs.program import Asked, Program, replaced, tensors_in
 from monai_gds.programs.recording import Recording
 from monai_gds.programs.replay import answered
+
+if TYPE_CHECKING:
+    from monai_gds.records.pending import PendingItem
+    from monai_gds.tiles.runs import Runs
 
 #: Dtype and shape of tensors, by their names in the record.
 Forms: TypeAlias = "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]"
@@ -63,6 +74,10 @@ class Recorder:
         target: where the program will run: a CUDA device with its index, or the CPU. It need not exist here.
         guesses: :attr:`GuardFailed.found` of this item or others.
         ask: returns the values that a program gives on the target; None: this process can run it there.
+        views_only: whether the transforms are crops and pads of MONAI's own. They are refused if they give anything but
+            views of ghosts, so no mode of torch is needed, which would cost half as much again. Nothing is changed that
+            threads share, such as random states of the process. Other tensors of the item stay as they are, on any
+            device. The program is for this process and one replay.
     """
 
     def __init__(
@@ -71,9 +86,11 @@ class Recorder:
         target: torch.device,
         guesses: Mapping[Asked, bool] | None = None,
         ask: Callable[[Program], bytes] | None = None,
+        *,
+        views_only: bool = False,
     ) -> None:
         self._begin = partial(Recording, forms, target, ask=ask or partial(answered, device=target))
-        self._guesses = guesses or {}
+        self._guesses, self._views_only = guesses or {}, views_only
         self._recording = self._begin(guesses=self._guesses)
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -110,6 +127,7 @@ class Recorder:
         """
         count = len(steps) if most is None else min(most, len(steps))
         refused = None if count == len(steps) else Refusal(count, type(steps[count]).__name__, "it is not recorded")
+        steps = steps[:count]
         with kept.in_attributes(steps):
             return self._recorded(steps, apply, make, count, refused)
 
@@ -121,10 +139,10 @@ class Recorder:
         count: int,
         refused: Refusal | None,
     ) -> Recorded:
-        before, guesses = kept.Before(steps), dict(self._guesses)
+        before, guesses = States(steps) if self._views_only else kept.Before(steps), dict(self._guesses)
         while True:
-            run = _Run(self._begin(guesses=guesses), steps[:count], apply)
-            self._recording = run.recording
+            self._recording = self._begin(guesses=guesses)
+            run = _Run(self._recording, steps[:count], apply, self._views_only)
             program = run.program(make(dict(run.recording.ghosts)), whole=refused is None) if count else None
             if program is not None or not count:
                 return Recorded(program, refused)
@@ -140,32 +158,94 @@ class Recorder:
             count = done
 
 
+class RecordGone(Exception):
+    """The record turned out to be unusable, which has been reported, or was deleted."""
+
+
+def record_item(
+    recorder: Recorder, split: Split, lazy: PendingItem, item: Any, most: int | None = None,
+    after: Callable[[Callable[..., Any], Any], None] = lambda step, item: None,
+) -> Recorded:  # fmt: skip
+    """Records the random transforms of an item whose record may have indices of its labels.
+
+    Args:
+        recorder: of the record's tensors.
+        split: the pipeline.
+        lazy: the record.
+        item: the dataset's own item.
+        most: how many transforms to record at most.
+        after: called with each transform and what it gave.
+
+    Raises:
+        RecordGone: the record cannot be used.
+        BaseException: see :meth:`Recorder.record`.
+    """
+
+    def name_of(tensor: Tensor) -> str | None:
+        return recorder.name_of(tensor) or lazy.name_of(tensor)
+
+    def runs_of(label: Tensor, image: Tensor | None = None, threshold: str = "", /) -> Runs | None:
+        of_label, of_image = name_of(label), "" if image is None else name_of(image)
+        return None if of_label is None or of_image is None else lazy.runs.get((of_label, of_image, threshold))
+
+    def apply(step: Callable[..., Any], item: Any) -> Any:
+        with standing_in(step, item, runs_of):
+            item = split.step(step, item)
+        after(step, item)
+        return item
+
+    def make(ghosts: Mapping[str, Tensor]) -> Any:
+        found = lazy.wait(item, ghosts)
+        if found is None:
+            raise RecordGone
+        return found[0]
+
+    return recorder.record(split.steps(), apply, make, most)
+
+
 class _Run:
     """One run of transforms on ghosts."""
 
     def __init__(
-        self, recording: Recording, steps: Sequence[Callable[..., Any]], apply: Callable[[Any, Any], Any]
+        self,
+        recording: Recording,
+        steps: Sequence[Callable[..., Any]],
+        apply: Callable[[Any, Any], Any],
+        views_only: bool,
     ) -> None:
-        self.recording, self._steps, self._apply = recording, steps, apply
+        self.recording, self._steps, self._apply, self._views_only = recording, steps, apply, views_only
         self.marks: list[int] = []  # operations after each transform
 
     def program(self, item: Any, whole: bool) -> Program | None:
         """The program; None if something was refused."""
         recording = self.recording
         try:
-            if recording.target.type != "cpu":
-                item = _lifted(item, recording.lifted, {})
+            if self._views_only:
+                self._check_places(item)
+            elif recording.target.type != "cpu":
+                item = _lifted(item, recording.lifted)
             for recording.transform, step in enumerate(self._steps):
-                with beyond_modes(recording), recording:  # the one place in which transforms see ghosts
+                with ExitStack() as modes:  # the one place in which transforms see ghosts
+                    if not self._views_only:
+                        modes.enter_context(beyond_modes(recording))
+                        modes.enter_context(recording)
                     item = self._apply(step, item)
                 self._check(step, item)
                 self.marks.append(len(recording.operations))
-            return emit(recording, item, self.marks, whole, recording.guards)
+            return emit(recording, item, self.marks, whole, recording.guards, self._views_only)
         except Refused:
             return None
         except Exception as e:
             recording.remember(_reason(e))
             return None
+
+    def _check_places(self, item: Any) -> None:
+        """Refuses an item in which tensors of the record are where nothing can replace them."""
+        with plainly():
+            seen = {t.untyped_storage()._cdata for t, hidden in tensors_in(item) if not hidden and t.is_meta}
+        missing = {name for memory, name in self.recording.names.items() if memory not in seen}
+        if missing:
+            self.recording.refuse(f"the tensor {min(missing)!r} of the record is not within dicts and lists")
 
     def _check(self, step: Callable[..., Any], item: Any) -> None:
         """Refuses a transform that hid a refusal, keeps a ghost, or gives one that did not come from operations."""
@@ -180,7 +260,17 @@ class _Run:
             if tensor.requires_grad:
                 recording.refuse("its result requires a gradient")
             if is_ghost(tensor):
+                if self._views_only:
+                    self._check_view(tensor)
                 recording.number_of(tensor)
+
+    def _check_view(self, tensor: Tensor) -> None:
+        """Refuses a ghost that is no view of a tensor of the record as it lies there."""
+        with plainly():
+            if not self.recording.is_leaf(place_of(tensor)):
+                self.recording.refuse("it makes a tensor of its own")
+            if tensor._version:
+                self.recording.refuse("it writes in place")
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
@@ -196,24 +286,20 @@ def _tensors(item: Any) -> Iterator[Tensor]:
             todo.extend(value)
 
 
-def _lifted(value: Any, lift: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
-    """An item with ghosts in place of its real tensors. Changes dicts and lists in place, which keeps their types."""
-    if isinstance(value, Tensor):
-        if is_ghost(value):
-            return value
-        if id(value) not in known:
+def _lifted(item: Any, lift: Callable[[Tensor], Tensor]) -> Any:
+    """An item with ghosts in place of its real tensors. Changes dicts and lists in place."""
+    known: dict[int, Tensor] = {}
+
+    def lifted(tensor: Tensor) -> Tensor:
+        if is_ghost(tensor):
+            return tensor
+        if id(tensor) not in known:
             with plainly():
-                known[id(value)] = lift(value.as_subclass(Tensor)).as_subclass(type(value))
-            known[id(value)].__dict__ = value.__dict__
-        return known[id(value)]
-    if isinstance(value, dict):
-        for key, part in value.items():
-            value[key] = _lifted(part, lift, known)
-    elif isinstance(value, list):
-        value[:] = [_lifted(part, lift, known) for part in value]
-    elif type(value) is tuple:
-        return tuple(_lifted(part, lift, known) for part in value)
-    return value
+                known[id(tensor)] = lift(tensor.as_subclass(Tensor)).as_subclass(type(tensor))
+            known[id(tensor)].__dict__ = tensor.__dict__
+        return known[id(tensor)]
+
+    return replaced(item, lifted)
 
 
 def _reason(error: BaseException) -> str:

@@ -197,6 +197,7 @@ class PendingItem:
         volumes = Volumes(reader, self._path, head, self._found)
         if self._error is not None:
             reader.give_up(self._path, self._error)
+            volumes.failed = True
             return volumes
         on_device = reader.unpacks_there()
         volumes.parts = [
@@ -253,7 +254,7 @@ class Volumes:
         begun: their read.
         table: other tensors, which are read whole.
         whole: their read.
-        failed: whether a read could not be begun, which has been reported.
+        failed: whether they cannot be read, which has been reported.
     """
 
     def __init__(self, reader: RecordReader, path: str, head: RecordHead, runs: _Found) -> None:
@@ -274,16 +275,18 @@ class Volumes:
             which has been reported, or was replaced or deleted meanwhile: compute the item, or start again.
         """
         with self._lock:
-            begun, whole, self.begun, self.whole = self.begun, self.whole, None, None
-            if not self.failed and (begun is not None or whole is not None):
+            if self._found is None and not self.failed:
+                self.failed = True  # until it is certain that it did not, whatever is raised
                 try:
-                    found: dict[str, Volume | Whole] = {} if begun is None else {**self._unpacked(begun)}
-                    if whole is not None and self.table is not None:
-                        tensors = _whole(self._reader, self._path, self._head, self.table, whole)
+                    found: dict[str, Volume | Whole] = {} if self.begun is None else {**self._unpacked(self.begun)}
+                    if self.whole is not None and self.table is not None:
+                        tensors = _whole(self._reader, self._path, self._head, self.table, self.whole)
                         found |= {name: Whole(tensor) for name, tensor in tensors.items()}
-                    self._found = found
+                    self._found, self.failed = found, False
                 except Exception as e:
                     self._reader.give_up(self._path, e)
+                finally:
+                    self.begun = self.whole = None
             return self._found
 
     def _unpacked(self, begun: Begun) -> dict[str, Volume]:

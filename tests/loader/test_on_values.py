@@ -30,7 +30,7 @@ from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.loader import crew, shared_memory, worker
 from monai_gds.loader.collate import collate
 from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
-from monai_gds.programs.ghosts import drawn_ahead
+from monai_gds.pipeline.ahead import drawn_ahead
 from tests.fresh import printed_by, warm
 from tests.machines import in_child
 from tests.same import assert_same

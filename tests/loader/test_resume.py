@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.loader.resume import Place
-from monai_gds.programs.ghosts import Ghosts
+from monai_gds.programs.draws import Draws
 from tests.fresh import Interpreter
 from tests.same import assert_same
 
@@ -175,9 +175,9 @@ def epoch(of: GDSDataLoader, number: int) -> Iterator[Any]:
 def test_every_batch_is_that_of_an_epoch_without_a_pause(
     pipeline: str, settings: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ghosts: list[Any] = []
-    run = Ghosts.run
-    monkeypatch.setattr(Ghosts, "run", lambda self, step, *args: ghosts.append(step) or run(self, step, *args))
+    ahead: list[Any] = []
+    drawn = Draws._drawn
+    monkeypatch.setattr(Draws, "_drawn", lambda self, turn, *args: ahead.append(turn.item) or drawn(self, turn, *args))
 
     def fresh(seed: int) -> GDSDataLoader:
         return loader(dataset(folder, PIPELINES[pipeline]), SETTINGS[settings], seed)
@@ -199,7 +199,7 @@ def test_every_batch_is_that_of_an_epoch_without_a_pause(
         if taken < length:
             assert_same(list(epoch(again, 1)), epochs[1][taken:])
         assert_same(list(epoch(again, 2)), epochs[2])
-    assert bool(ghosts) == (pipeline == "tiles")
+    assert bool(ahead) == (pipeline == "tiles")
 
 
 def _rest(folder: Path, state: Any) -> list[Any]:

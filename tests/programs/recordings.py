@@ -125,7 +125,7 @@ class Outcome(NamedTuple):
 
 def record(
     split: Split, of: dict[str, Any], where: Where, guesses: Mapping[Asked, bool] | None = None,
-    ask: Callable[[Program], bytes] | None = None,
+    ask: Callable[[Program], bytes] | None = None, views_only: bool = False,
 ) -> Recorded:  # fmt: skip
     """Records the random half of a pipeline. By default, numbers of the target are computed where it is replayed."""
     forms = {name: (of[name].dtype, tuple(of[name].shape)) for name in BOTH}
@@ -138,7 +138,8 @@ def record(
         return made
 
     ask = ask or partial(answered, device=torch.device(where.device))
-    return Recorder(forms, torch.device(where.target), guesses or {}, ask).record(split.steps(), split.step, make)
+    recorder = Recorder(forms, torch.device(where.target), guesses or {}, ask, views_only=views_only)
+    return recorder.record(split.steps(), split.step, make)
 
 
 def run(
@@ -147,6 +148,7 @@ def run(
     seed: int = 0,
     of: dict[str, Any] | None = None,
     eager: Callable[[], Any] | None = None,
+    views_only: bool = False,
 ) -> Outcome:
     """Records a pipeline, replays it and runs the rest, and compares that with the eager run, bit for bit.
 
@@ -156,6 +158,7 @@ def run(
         seed: of its generators.
         of: the item.
         eager: makes the pipeline for the eager run, if another.
+        views_only: whether only views of the volumes are recorded.
     """
     of = item(seed) if of is None else of
     with warnings.catch_warnings():
@@ -167,7 +170,7 @@ def run(
         wrong = 0
         while True:
             split = seeded(make, seed)
-            recorded = record(split, of, where, guesses)
+            recorded = record(split, of, where, guesses, views_only=views_only)
             try:
                 got = _replayed(recorded, of, where)
                 break
@@ -192,7 +195,8 @@ def _replayed(recorded: Recorded, of: dict[str, Any], where: Where) -> Any:
     """The item after the program, on volumes that must stay as they are, also when others write into the item."""
     if recorded.program is None:
         return copy.deepcopy(on(where.device, of))
-    program: Program = pickle.loads(pickle.dumps(recorded.program))
+    sent = isinstance(recorded.program.item, bytes)
+    program: Program = pickle.loads(pickle.dumps(recorded.program)) if sent else recorded.program
     voxels = {
         name: Voxels(of[name].as_subclass(torch.Tensor).to(where.device), boxes)
         for name, boxes in program.boxes().items()

@@ -24,9 +24,10 @@ from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.dataset.session import Begun
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.randomness import States, put_state
-from monai_gds.programs.ghosts import Ghosts
+from monai_gds.programs import recorder
 from monai_gds.records.pending import PendingItem, Volumes
 from tests.global_states import GlobalStates
+from tests.polls import until
 from tests.same import assert_same, strides
 
 BOTH = ["image", "label"]
@@ -115,17 +116,17 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
         self.boxes: list[dict[str, Any]] = []
-        run, read = Ghosts.run, PendingItem.read
+        run, read = recorder.standing_in, PendingItem.read
 
-        def watched_run(ghosts: Ghosts, step: Any, *args: Any) -> Any:
+        def watched_run(step: Any, *args: Any) -> Any:
             self.ran.append(type(step).__name__)
-            return run(ghosts, step, *args)
+            return run(step, *args)
 
         def watched_read(lazy: PendingItem, boxes: Any) -> Volumes:
             self.boxes.append(boxes)
             return read(lazy, boxes)
 
-        patch.setattr(Ghosts, "run", watched_run)
+        patch.setattr(recorder, "standing_in", watched_run)
         patch.setattr(PendingItem, "read", watched_read)
 
     def whole(self) -> list[bool]:
@@ -346,6 +347,23 @@ def test_a_miss_behind_one_that_needs_values_holds_nothing_up(tmp_path: Path, wa
     begun = mine.session.begin(range(3))
     assert watch.whole() == [True, True]
     assert_as_monai(monais(by_values), mine, [0, 1, 2], [b.end() for b in begun])
+
+
+def test_crops_by_indices_that_the_user_caches_are_drawn(tmp_path: Path) -> None:
+    def make(kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        keys = {"fg_indices_key": "label_fg", "bg_indices_key": "label_bg"}
+        steps = [
+            mt.EnsureTyped(BOTH), mt.FgBgToIndicesd("label", "_fg", "_bg"),
+            mt.RandCropByPosNegLabeld(BOTH, "label", 12, num_samples=2, **keys), mt.RandFlipd(BOTH),
+        ]  # fmt: skip
+        return kind(items(), mt.Compose(steps).set_random_state(3), *args, **kwargs)
+
+    mine = make(GDSDataset, tmp_path, device="cpu", compression="lz4")
+    mine.populate(0, progress=False)
+    begun = mine.session.begin([0, 2, 1])
+    queue = begun[0].turn.queue
+    until(lambda: queue.go_on() or all(map(drawn, begun)), "the indices to arrive")
+    assert_as_monai(make(Dataset), mine, [0, 2, 1], [one.end() for one in begun])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -634,18 +652,18 @@ def test_a_crop_that_draws_from_a_global_generator(
 
 def test_the_training_draws_from_global_generators_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise, time steps, dropout: what the training draws under a seed is what it draws without this dataset."""
-    run, drawn_by_training = Ghosts.run, list[tuple[float, ...]]()
+    run, drawn_by_training = recorder.standing_in, list[tuple[float, ...]]()
 
     def train() -> None:
         drawn_by_training.append((float(torch.rand(1)), float(np.random.rand()), random.random()))
 
-    def while_the_training_goes_on(self: Ghosts, *args: Any) -> Any:
+    def while_the_training_goes_on(*args: Any) -> Any:
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
-        return run(self, *args)
+        return run(*args)
 
-    monkeypatch.setattr(Ghosts, "run", while_the_training_goes_on)
+    monkeypatch.setattr(recorder, "standing_in", while_the_training_goes_on)
     mine = dataset(folder, lambda: [crop()])
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1)
@@ -743,7 +761,7 @@ def test_says_what_is_drawn_first_and_what_ran_on_values(folder: Path) -> None:
     assert f"{crops_of}\non values: RandCropByPosNegLabeld: it raised" in _spaced(str(mine))
     mine.transform = dataset(folder, PIPELINES["crop, by label"]).transform  # which has not run
     assert f"{crops_of}\n" in _spaced(str(mine))
-    none = "crops: none is drawn before items are read: RandFlipd comes first, and RandFlipd may use values"
+    none = "crops: none is drawn before items are read: RandFlipd comes first, and RandFlipd neither crops nor pads"
     assert none in _spaced(str(dataset(folder, PIPELINES["flip first"])))
     assert none in dataset(folder, PIPELINES["flip first"]).explain(0)
     assert "crops:" not in _spaced(str(dataset(folder, lambda: [mt.RandFlipd(BOTH)])))

@@ -18,9 +18,9 @@ from monai.data import Dataset, MetaTensor, ThreadDataLoader
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
+from monai_gds.pipeline.ahead import drawn_ahead
 from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.ghosts import drawn_ahead
 from tests.recipes import RECIPES, loaded, volumes
 from tests.roundtrip import without_ids
 from tests.same import assert_same, strides

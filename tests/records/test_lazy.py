@@ -240,6 +240,21 @@ def test_a_record_that_is_replaced_is_read_anew_and_one_that_is_deleted_is_absen
     assert cache.start([key().digest], first="rest") == [None]
 
 
+def test_what_was_interrupted_is_not_taken_for_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(tmp_path)
+    found = lazily(opened(tmp_path))
+    assert found.read({}).wait() == {}
+    volumes = found.read({"image": [CORNER]})
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(volumes, "_unpacked", interrupted)
+        volumes.wait()
+    assert volumes.wait() is None
+
+
 def test_an_input_output_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(tmp_path)
     cache = opened(tmp_path)
