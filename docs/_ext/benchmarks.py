@@ -9,33 +9,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from figures import BENCHMARKS, read
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from monai_gds.bench.report import Report, Row, draw
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Report]]:
-    """What is known of the machine, and the tables of a file."""
-    found = json.loads(path.read_text())
-    reports = []
-    for report in found["reports"]:
-        rows, ceilings = ([_row(row) for row in report[which]] for which in ("rows", "ceilings"))
-        reports.append(Report(report["title"], report["unit"], rows, report["reference"], ceilings))
-    return found["about"], reports
-
-
-def _row(row: dict[str, Any]) -> Row:
-    figures = {heading: tuple(found["samples"]) for heading, found in row.get("figures", {}).items()}
-    return Row(row["name"], tuple(row["samples"]), row["reason"], row["notes"], figures)
+from monai_gds.bench.report import Report, draw
 
 
 class Benchmark(SphinxDirective):
