@@ -86,7 +86,7 @@ class Report:
         """The figures as a table."""
         table = Table(title=escape(self.title), title_justify="left")
         if self.reference is not None:
-            table.caption = escape(f"ratio: to {self.reference}")
+            table.caption = escape(f"ratio: to {' and '.join(self.reference.splitlines())}")
         figures = len(self.titles()) - len(self._headings())
         for column, title in enumerate(self.titles()):
             table.add_column(title, no_wrap=not column, justify="right" if 0 < column < figures else "left")

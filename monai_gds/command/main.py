@@ -87,12 +87,19 @@ def demo(
     crop: Annotated[
         tuple[int, int, int], typer.Option(help="Size at the end of the pipeline, in voxels.", callback=_voxels)
     ] = (128, 128, 96),
-    epochs: Annotated[int, typer.Option(min=2, help="Epochs of each dataset; the first one fills its cache.")] = 4,
+    epochs: Annotated[
+        int, typer.Option(min=2, help="Epochs with rotation and zoom; the first one fills the caches.")
+    ] = 6,
     device: DeviceOption = None,
     backend: BackendOption = "auto",
     keep: Annotated[Path | None, typer.Option(help="Keep volumes and caches in this folder.", file_okay=False)] = None,
 ) -> None:
-    """Make volumes, run epochs over them with GDSDataset and PersistentDataset, and compare times and volumes."""
+    """Make volumes, run epochs over them with GDSDataset and MONAI's datasets, and compare times and volumes.
+
+    The datasets take turns, epoch by epoch, under the same random numbers.
+    What did not differ shares one row of the tables. `bench memory` shows
+    what the datasets do where memory is short.
+    """
     from monai_gds.bench import demo as job
     from monai_gds.bench.made_up import find_pairs, write_volumes
 
