@@ -128,7 +128,7 @@ def _first_screen(page: Any, site: Path) -> Iterator[str]:
 
 def _take(page: Any, site: Path, pictures: Path, name: str) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
-    for path in ("index.html", "start.html", "reference/datasets.html", "benchmarks.html"):
+    for path in ("index.html", "start.html", "reference/datasets.html", "benchmarks/training.html"):
         page.goto((site / path).as_uri())
         page.screenshot(path=pictures / f"{name}-{Path(path).stem}.png")
 
