@@ -27,7 +27,17 @@ from monai_gds.errors import MonaiGdsError
 
 
 class _Stoppable(TyperGroup):
-    """Prints a line when Ctrl-C stops it, which Typer does not, with the arguments of the KeyboardInterrupt."""
+    """Prints a line when Ctrl-C stops it, which Typer does not, with the arguments of the KeyboardInterrupt.
+
+    Where a command of a group is called without the group, the error names both. Typer corrects misspelt names.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        found = [f"'{group} {name}'" for group, one in self.commands.items() if name in getattr(one, "commands", ())]
+        if found and name not in self.commands:
+            ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(found)}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
