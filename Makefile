@@ -60,7 +60,7 @@ notebooks: $(VENV)/.test
 docs: $(VENV)/.docs
 	$(bin)/python tools/docs.py --check
 
-release: $(VENV)/.test
+release: $(VENV)/.release
 	rm -rf dist && $(bin)/python -m build && $(bin)/twine check --strict dist/*
 
 lint: $(VENV)/.test
@@ -78,6 +78,10 @@ $(VENV)/.test: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	$(pip_install) -e .[docs$(if $(EXTRAS),$(comma)$(EXTRAS))]
+	touch $@
+
+$(VENV)/.release: $(VENV)/.core
+	$(pip_install) build twine
 	touch $@
 
 $(VENV)/.deepnvme: $(VENV)/.test monai_gds/storage/deepnvme/build.py monai_gds/storage/deepnvme/results.h
