@@ -106,6 +106,14 @@ def test_the_figure_in_front_has_every_row_of_the_saved_run_and_its_numbers(tmp_
     assert len(axes.patches) == len(report["rows"])
 
 
+def test_the_table_of_short_memory_has_every_row_of_its_run() -> None:
+    (report,) = json.loads((ROOT / "benchmarks/cpu/memory.json").read_text())["reports"]
+    lines = (ROOT / "README.md").read_text().splitlines()
+    for row in report["rows"]:
+        read = f"{sum(row['samples']):.0f}" if row["samples"] else "killed"
+        assert [line for line in lines if line.startswith(f"| {row['name']} | {read} | ")], row["name"]
+
+
 def test_a_row_that_could_not_run_stays_in_the_figure() -> None:
     pytest.importorskip("matplotlib", reason="this machine has no matplotlib")
     tool = load_tool("figures")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the figure of the first page and its words again, from ``benchmarks/h100/training.json``.
+"""Writes the figures of the first page again: of ``h100/training.json`` and ``cpu/memory.json`` in ``benchmarks/``.
 
     monai-gds bench training --volumes 48 --workers 8 --epochs 5 --json benchmarks/h100/training.json
+    monai-gds bench memory --json > benchmarks/cpu/memory.json
     python tools/figures.py
 
 The picture is ``benchmarks/training.svg``; its alternative text and its caption stand in README.md, between comments.
@@ -26,6 +27,7 @@ __all__ = ["BENCHMARKS", "PICTURE", "read", "seconds", "words", "write"]
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 TRAINING = BENCHMARKS / "h100/training.json"
+MEMORY = BENCHMARKS / "cpu/memory.json"
 PICTURE = BENCHMARKS / "training.svg"
 
 #: The column of a training's table that is drawn.
@@ -106,6 +108,19 @@ def words(about: dict[str, Any], report: Report) -> dict[str, str]:
     }
 
 
+def memory(path: Path = MEMORY) -> str:
+    """The run of ``bench memory`` as a table in Markdown, with a caption."""
+    about, (report,) = read(path)
+    epochs = max(len(row.samples) for row in report.rows)
+    lines = [f"| {report.title} | MB read in {epochs} epochs | MB on the drive |", "| --- | --: | --: |"]
+    for row in report.rows:
+        killed = ["killed" if row.reason.startswith("killed") else row.reason, ""]
+        figures = [row.notes["MB in all"], row.notes["MB on the drive"]] if row.samples else killed
+        lines.append(f"| {' | '.join([row.name, *figures])} |")
+    caption = f"{about['cores']} cores, {about['date'][:10]}: `{about['command'].removesuffix(' --json')}`, see"
+    return "\n".join([*lines, "", f"{caption} [what a cache costs](docs/benchmarks/cost.md).", ""])
+
+
 def _median(row: Row) -> str:
     return f"{statistics.median(row.samples):.2f}"
 
@@ -119,7 +134,7 @@ def write(readme: Path = ROOT / "README.md", target: Path = PICTURE) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "monai_gds", "font.family": "sans-serif"}):
         picture(about, report).savefig(target, metadata={"Date": None})
     text = readme.read_text()
-    for place, told in words(about, report).items():
+    for place, told in {**words(about, report), "memory": memory()}.items():
         text = re.sub(BETWEEN.format(place), told.replace("\\", r"\\"), text, flags=re.DOTALL)
     readme.write_text(text)
 

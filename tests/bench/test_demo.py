@@ -1,4 +1,4 @@
-"""The demo: one table per question, in which rows that are not told apart are one; every dataset draws the same crops."""
+"""The demo: rows that are not told apart are one, and all datasets draw the same numbers."""
 
 from __future__ import annotations
 
