@@ -194,7 +194,7 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("command", "meant"),
-    [(["cahce"], "'cache'"), (["bench", "trainin"], "'training'"), (["prune"], "'cache prune'"), (["sevnteen"], "")],
+    [(["doctr"], "'doctor'"), (["bench", "trainin"], "'training'"), (["prune"], "'cache prune'"), (["sevnteen"], "")],
 )
 def test_a_wrong_name_of_a_command_is_answered_with_the_one_that_was_meant(command: list[str], meant: str) -> None:
     done = run(*command)
