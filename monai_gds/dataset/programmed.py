@@ -26,7 +26,7 @@ from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.indices import standing_in
-from monai_gds.programs.program import Asked, Guess, Program
+from monai_gds.programs.program import Asked, Program
 from monai_gds.programs.recorder import Recorded, Recorder, Refusal
 from monai_gds.programs.replay import GuardFailed, replay
 from monai_gds.programs.trust import Trust
@@ -63,7 +63,13 @@ class Answer(NamedTuple):
 
 
 def draw(
-    session: Session, index: int, seed: Seed, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
+    session: Session,
+    index: int,
+    seed: Seed,
+    target: torch.device,
+    most: int | None,
+    guesses: Mapping[Asked, bool],
+    ask: Callable[[Program], bytes] | None,
 ) -> Answer:
     """Makes the record of an item if it has none, and records its random transforms.
 
@@ -73,7 +79,7 @@ def draw(
         seed: what its generators are seeded with.
         target: where the program will be replayed.
         most: how many transforms to record at most.
-        guesses: see :class:`Recorder`.
+        guesses, ask: see :class:`Recorder`.
 
     Raises:
         Exception: whatever the deterministic transforms raise.
@@ -93,7 +99,7 @@ def draw(
     before = _states_of_process()
     stages.enter("random transforms", "recording")
     try:
-        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses)
+        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask)
     except _RecordGone:
         return Answer(saved)
     later = states_at(_slots_after(split, 0 if program is None else program.done))
@@ -105,10 +111,16 @@ def _states_of_process() -> Any:
 
 
 def _recorded(
-    split: Split, lazy: PendingItem, item: Any, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
+    split: Split,
+    lazy: PendingItem,
+    item: Any,
+    target: torch.device,
+    most: int | None,
+    guesses: Mapping[Asked, bool],
+    ask: Callable[[Program], bytes] | None,
 ) -> tuple[Recorded, bool]:
     """What the transforms do, and whether the last one left no tensor of the target in metadata."""
-    recorder, steps = Recorder(lazy.later, target, guesses), split.steps()
+    recorder, steps = Recorder(lazy.later, target, guesses, ask), split.steps()
     last, plain = (steps[-1] if steps else None), False
 
     def runs_of(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Any:
@@ -297,7 +309,7 @@ class Programmed:
         seed_transforms(split.steps(), *self._seed)
         item = session.dataset.data[self._index]
         with suppress(_RecordGone, GuardFailed):
-            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses)[0].program
+            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
             values = None if program is None else _read(lazy, program)
             if program is not None and values is not None:
                 return replay(program, values, session.target())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from monai.transforms.utils import reset_ops_id
 
+from monai_gds.base.questions import ask
 from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.dataset.programmed import Answer, Seed, draw
 from monai_gds.dataset.session import Session
@@ -54,6 +56,7 @@ class ItemTask(NamedTuple):
     seed: Seed
     most: int | None
     guesses: Mapping[tuple[int, int], bool]
+    address: str  # of who computes numbers on the target
     measured: bool
     work: Place | None = None
 
@@ -75,7 +78,8 @@ class Worker:
 
     def _drawn(self, task: ItemTask) -> Answer:
         work = self._work_of(task.work)
-        return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses)
+        asked = partial(ask, task.address)
+        return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses, asked)
 
     def _packed(self, task: BatchTask) -> Packed:
         work = self._work_of(task.work)

@@ -6,15 +6,18 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from monai_gds.programs.compiled import parts
 from monai_gds.programs.ghostly import plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
-from monai_gds.programs.program import Constant, Program, Step, View, pack
+from monai_gds.programs.program import Constant, Guard, Program, Step, View, pack
 
 _aten = torch.ops.aten
 
@@ -25,7 +28,7 @@ _Key: TypeAlias = int
 _LINE = 64
 
 
-def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
+def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
     """Makes the program of what was recorded.
 
     Args:
@@ -33,18 +36,20 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
         item: the result, with ghosts.
         marks: how many operations there were after each transform.
         whole: whether no transform runs after the program.
+        guards: the bools that the replay compares.
 
     Raises:
         Refused: the item holds a tensor that does not come from the recording.
         Exception: whatever pickle raises for something in the item.
     """
     with plainly():
-        return _Emission(log).program(item, marks, whole)
+        return _Emission(log).program(item, marks, whole, guards)
 
 
 class _Draft(NamedTuple):
     """A step whose values have no slots yet."""
 
+    at: int  # how many operations were recorded before
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -61,7 +66,7 @@ class _Emission:
         self._constants: dict[Any, tuple[_Key, Tensor, bool]] = {}
         self._uploaded: dict[int, _Key] = {}  # ghosts that are constants
 
-    def program(self, item: Any, marks: Sequence[int], whole: bool) -> Program:
+    def program(self, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
         """See :func:`emit`."""
         of = self._of
         results: list[int] = []
@@ -76,46 +81,48 @@ class _Emission:
             return len(results) - 1
 
         packed_item = pack(item, hole)
-        kept = self._needed({*results, *(guard.value for guard in of.guards)})
+        kept = self._needed({*results, *(guard.value for guard in guards)})
         drafts = list(self._drafts(kept, set(results)))
         holes = [self._key(Ref(number)) for number in results]
-        guarded = [self._key(Ref(guard.value)) for guard in of.guards]
+        guarded = [self._key(Ref(guard.value)) for guard in guards]
         constants, packed, uploaded, order = self._packed()
         keys = [*self._views, *order, *(out for draft in drafts for out in draft.outs if out is not None)]
         slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
         names, steps = _steps(drafts, slots, {*holes, *guarded})
-        written = {s for operation in kept if operation.about.mutable for s in operation.writes}
+        ends = [bisect_left(drafts, mark, key=attrgetter("at")) for mark in marks] or [len(steps)]
+        written = {s for _, operation in kept if operation.about.mutable for s in operation.writes}
         if not whole:
             written |= {of.places[number].storage for number in results}
         return Program(
             forms=dict(of.forms), views=tuple(self._views.values()),
             copied=frozenset(of.names[storage] for storage in written if storage in of.names),
-            constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps, values=len(slots),
+            constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps,
+            parts=parts(names, steps, ends), values=len(slots),
             guards=tuple(
-                guard._replace(value=slots[key]) for guard, key in zip(of.guards, guarded, strict=True)
+                guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
             holes=tuple(slots[key] for key in holes), item=packed_item, done=len(marks), form=_forms(of, marks),
         )  # fmt: skip
 
-    def _needed(self, numbers: set[int]) -> list[Operation]:
-        """The operations that values depend on."""
+    def _needed(self, numbers: set[int]) -> list[tuple[int, Operation]]:
+        """The operations that values depend on, and how many came before each."""
         places = self._of.places
         memory = {places[number].storage for number in numbers}
         kept = []
-        for operation in reversed(self._of.operations):
+        for at, operation in reversed(list(enumerate(self._of.operations))):
             writes = operation.about.mutable and not memory.isdisjoint(operation.writes)
             if not writes and numbers.isdisjoint(operation.outs):
                 continue
-            kept.append(operation)
+            kept.append((at, operation))
             numbers |= {ref.number for _, _, ref in _places(operation) if ref.__class__ is Ref}
             memory.update(operation.reads)
         return kept[::-1]
 
-    def _drafts(self, kept: Sequence[Operation], results: set[int]) -> Iterator[_Draft]:
-        written = {s for operation in kept if operation.about.mutable for s in operation.writes}
+    def _drafts(self, kept: Sequence[tuple[int, Operation]], results: set[int]) -> Iterator[_Draft]:
+        written = {s for _, operation in kept if operation.about.mutable for s in operation.writes}
         written |= {self._of.places[number].storage for number in results}
         there: set[int | None] = set()
-        for operation in kept:
+        for at, operation in kept:
             if operation.about.view and there.issuperset(operation.outs):
                 continue  # the same view again
             first = operation.args[0] if operation.args else None
@@ -129,14 +136,14 @@ class _Emission:
                 made = unexpanded(first).to(dtype).expand(first.shape)
                 key = self._constant(made, True)
                 if 0 in made.stride() or not written.isdisjoint(operation.writes):
-                    yield _Draft("aten::clone.default", (None,), {}, [(0, -1, key)], operation.outs)
+                    yield _Draft(at, "aten::clone.default", (None,), {}, [(0, -1, key)], operation.outs)
                 else:
                     self._uploaded[operation.outs[0] or 0] = key
                 continue
             tensors = [(where, inner, self._key(value)) for where, inner, value in _places(operation)]
             args = tuple(_without_tensors(arg) for arg in operation.args)
             kwargs = {name: _without_tensors(value) for name, value in operation.kwargs.items()}
-            yield _Draft(operation.about.name, args, kwargs, tensors, operation.outs)
+            yield _Draft(at, operation.about.name, args, kwargs, tensors, operation.outs)
 
     def _key(self, value: Ref | Tensor) -> _Key:
         if isinstance(value, Tensor):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from monai_gds.programs.program import TARGET, Asked, Constant, Guess, Program, bytes_of, unpack
+from monai_gds.programs.compiled import Graphs
+from monai_gds.programs.program import TARGET, Asked, Constant, Part, Program, Step, bytes_of, operation, unpack
+
+_graphs = Graphs()
 
 
 class Source(Protocol):
@@ -20,17 +24,15 @@ class Source(Protocol):
 
 
 class GuardFailed(Exception):
-    """A value that a transform asked for is not what it was told: make the item eagerly, or record it again.
+    """A bool that a transform asked for is not what it was told: make the item eagerly, or record it again.
 
     Attributes:
         found: what the bools are, as far as they are certain, by :attr:`Guard.place`: guesses for this item and others.
-        values: the same of tensors, guesses for this item only.
     """
 
-    def __init__(self, right: Mapping[Asked, Guess]) -> None:
-        super().__init__(f"the transform {max(right)[0]} of a program does something else on these values")
-        self.found = {place: value for place, value in right.items() if isinstance(value, bool)}
-        self.values = {place: value for place, value in right.items() if isinstance(value, bytes)}
+    def __init__(self, found: Mapping[Asked, bool]) -> None:
+        super().__init__(f"the transform {max(found)[0]} of a program does something else on these values")
+        self.found = found
 
 
 def replay(program: Program, volumes: Mapping[str, Source], device: torch.device, *, shared: bool = True) -> Any:
@@ -51,20 +53,42 @@ def replay(program: Program, volumes: Mapping[str, Source], device: torch.device
         Exception: whatever an operation raises. The transforms raise it too, or would on other hardware.
     """
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
-        values += [None] * (program.values - len(values))
-        try:
-            _run(program, values, device)
-        except Exception:  # perhaps it is on the way of a wrong guess
-            _check(program, values)
-            raise
+        if program.parts:
+            with suppress(RuntimeError):  # a graph loses the type of an error
+                return _replayed(program, volumes, device, shared, program.parts)
+        return _replayed(program, volumes, device, shared, ())
+
+
+def _replayed(
+    program: Program, volumes: Mapping[str, Source], device: torch.device, shared: bool, parts: Sequence[Part]
+) -> Any:
+    values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
+    values += [None] * (program.values - len(values))
+    run = partial(_run, [operation(name)._op for name in program.ops], device)
+    done = 0
+    try:
+        for part in parts:
+            run(program.steps[done : part.first], values)
+            _graphs.run(part, program, values, device, run)
+            done = part.last
+        run(program.steps[done:], values)
+    except Exception:  # perhaps it is on the way of a wrong guess
         _check(program, values)
-        return unpack(program.item, [values[number] for number in program.holes])
+        raise
+    _check(program, values)
+    return unpack(program.item, [values[number] for number in program.holes])
 
 
-def _run(program: Program, values: list[Any], device: torch.device) -> None:
-    ops = [_op(name) for name in program.ops]
-    for op, args, kwargs, tensors, outs, dead in program.steps:
+def answered(program: Program, device: torch.device) -> bytes:
+    """The values of the tensor that a program gives which needs no voxels, in C order; see :class:`Recorder`."""
+    if device.type == "cpu":
+        return bytes_of(replay(program, {}, device))
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # type: ignore[no-untyped-call]  # no waiting for others
+        return bytes_of(replay(program, {}, device))
+
+
+def _run(ops: Sequence[Callable[..., Any]], device: torch.device, steps: Sequence[Step], values: list[Any]) -> None:
+    for op, args, kwargs, tensors, outs, dead in steps:
         given = list(args)
         named = dict(kwargs) if kwargs else {}
         for where, inner, number in tensors:
@@ -101,15 +125,12 @@ def _check(program: Program, values: Sequence[Any]) -> None:
     guards = [guard for guard in program.guards if values[guard.value] is not None]
     if not guards:
         return
-    flat = [values[guard.value].reshape(-1).view(torch.uint8) for guard in guards]
-    found, begin = bytes_of(torch.cat([part.to(flat[0].device) for part in flat])), 0
-    right: dict[Asked, Guess] = {}
-    for guard, part in zip(guards, flat, strict=True):
-        value = found[begin : begin + len(part)]
-        begin += len(part)
-        right[guard.place] = bool(value[0]) if isinstance(guard.guess, bool) else value
-        if right[guard.place] != guard.guess:
-            raise GuardFailed(right)
+    flat = [values[guard.value].reshape(1) for guard in guards]
+    found: dict[Asked, bool] = {}
+    for guard, value in zip(guards, torch.cat([part.to(flat[0].device) for part in flat]).tolist(), strict=True):
+        found[guard.place] = value
+        if value != guard.guess:
+            raise GuardFailed(found)
 
 
 def _views(program: Program, volumes: Mapping[str, Source], device: torch.device, shared: bool) -> list[Tensor]:
@@ -160,12 +181,3 @@ def _constant(constant: Constant, memory: Tensor) -> Tensor:
         return torch.empty_strided(constant.size, constant.stride, dtype=constant.dtype, device=memory.device)
     part = memory[constant.offset : constant.offset + size * constant.dtype.itemsize].view(constant.dtype)
     return part.as_strided(constant.size, constant.stride)
-
-
-@cache
-def _op(name: str) -> Callable[..., Any]:
-    """An operation of torch by its name."""
-    qualified, _, overload = name.rpartition(".")
-    space, _, short = qualified.partition("::")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), short), overload)._op
-    return found
