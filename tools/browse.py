@@ -29,9 +29,11 @@ FACTS = """() => ({
   silent: [...document.images].filter(i => !i.alt || /\\.(png|jpe?g|svg)$/.test(i.alt)).map(i => i.src),
 })"""
 
-#: Width of a phone, in CSS pixels, and how wide a page is. (``window.innerWidth`` grows with a page that is too wide.)
+#: Width of a phone, in CSS pixels, and how wide a page is with everything unfolded. (``window.innerWidth`` grows with a
+#: page that is too wide.)
 PHONE = 390
-WIDTH = "() => document.documentElement.scrollWidth"
+WIDTH = """() => { document.querySelectorAll('details').forEach(folded => folded.open = true);
+  return document.documentElement.scrollWidth }"""
 
 #: Where the first code of the first page ends, in pixels from the top.
 FIRST = "() => document.querySelector('.first-page pre')?.getBoundingClientRect().bottom ?? 0"

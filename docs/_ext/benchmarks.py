@@ -47,7 +47,9 @@ class Benchmark(SphinxDirective):
 
     def _tables(self, report: Report) -> list[nodes.Node]:
         rows = [report.cells(row) for row in (*report.rows, *report.ceilings)]
-        return [nodes.rubric(report.title, report.title), _table(report.titles(), rows)]
+        missing = [f"{row.name}: {row.reason}" for row in (*report.rows, *report.ceilings) if row.reason]
+        reasons = [nodes.paragraph("", line, classes=["reason"]) for line in missing]
+        return [nodes.rubric(report.title, report.title), _table(report.titles(), rows), *reasons]
 
     def _picture(self, path: Path, reports: list[Report]) -> nodes.Node:
         folder = Path(self.env.srcdir) / "generated" / "plots"

@@ -232,6 +232,6 @@ def _draw(report: Report, axes: Any) -> None:
             axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
     if any(row.samples for row in report.ceilings):
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    axes.set_title(textwrap.fill(report.title, 44), fontsize=9)
+    axes.set_title(textwrap.fill(report.title, 36), fontsize=9)
     axes.set_xlabel(report.unit)
     axes.tick_params(labelsize=8)
