@@ -42,6 +42,12 @@ def test_every_dataset_runs_its_epochs_and_counts_bytes(
     assert all(nbytes >= 0 for nbytes in json.loads(capsys.readouterr().out))
 
 
+def test_a_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "drop", lambda paths: 1.0 if list(paths) else 0.0)
+    with pytest.raises(MonaiGdsError, match="--cache-dir"):
+        job.fill({**WORK, "folder": str(tmp_path / "cache")})
+
+
 def test_a_process_that_is_killed_has_the_reason_and_one_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
