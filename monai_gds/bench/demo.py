@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ KEYS = ("image", "label")
 CROPS = 4
 
 #: Timed epochs without rotation and zoom. They are short, and the datasets take turns.
-READINGS = 15
+READINGS = 25
 
 #: Medians that are closer than this share of one another are no difference.
 _NEAR = 0.15
@@ -112,6 +113,9 @@ def run(
     competitors = {**peers, OURS: Competitor(ours), OURS_LOADER: Competitor(ours, GDSDataLoader)}
     with ours(items, Compose(deterministic()), cache / "0", target) as half:
         say(f"target {target}, backend {half.backend} ({half.backend_reason})")
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if load > cores / 2:
+        say(f"This machine is busy (load {load:.1f} on {cores} cores), which hides differences, and may invent some.")
     reports = []
     with progress(stdout) as bars:
         for number, (what, transform) in enumerate(pipelines(size).items()):

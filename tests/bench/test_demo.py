@@ -77,6 +77,7 @@ def test_it_shows_whole_volumes_crops_and_what_no_cache_shortens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "READINGS", 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     items = write_volumes(tmp_path / "volumes", 2, (32, 32, 24))
     demo.run(items, tmp_path / "cache", size=(16, 16, 8), epochs=2, device="cpu", backend="auto")
     printed = capsys.readouterr().out
@@ -85,3 +86,4 @@ def test_it_shows_whole_volumes_crops_and_what_no_cache_shortens(
     for name in (META, "CacheDataset", "GDSDataset", "GDSDataset, GDSDataLoader"):
         assert name in printed or "whichever dataset" in printed
     assert "same volumes, value by value" in printed
+    assert "This machine is busy (load 99.0 on " in printed
