@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monai_gds.programs.compiled import parts
-from monai_gds.programs.ghostly import plainly
+from monai_gds.programs.ghostly import ON_TARGET, plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
 from monai_gds.programs.program import Constant, Guard, Program, Step, View, pack
 
@@ -23,6 +23,9 @@ _aten = torch.ops.aten
 
 #: What a value is called until all are numbered: a ghost's number in the recording, or a constant's, negative.
 _Key: TypeAlias = int
+
+#: Operations that copy indices from the CPU to the device, and wait for that.
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 #: Constants begin at multiples of this many bytes, as torch's own memory does.
 _LINE = 64
@@ -121,12 +124,12 @@ class _Emission:
     def _drafts(self, kept: Sequence[tuple[int, Operation]], results: set[int]) -> Iterator[_Draft]:
         written = {s for _, operation in kept if operation.about.mutable for s in operation.writes}
         written |= {self._of.places[number].storage for number in results}
-        there: set[int | None] = set()
+        given: set[int | None] = set()
         for at, operation in kept:
-            if operation.about.view and there.issuperset(operation.outs):
+            if operation.about.view and given.issuperset(operation.outs):
                 continue  # the same view again
             first = operation.args[0] if operation.args else None
-            there.update(operation.outs)
+            given.update(operation.outs)
             if (
                 operation.func is _aten._to_copy.default
                 and isinstance(first, Tensor)
@@ -140,14 +143,15 @@ class _Emission:
                 else:
                     self._uploaded[operation.outs[0] or 0] = key
                 continue
-            tensors = [(where, inner, self._key(value)) for where, inner, value in _places(operation)]
+            there = operation.func in _INDEXING and operation.kind == ON_TARGET
+            tensors = [(where, inner, self._key(value, there)) for where, inner, value in _places(operation)]
             args = tuple(_without_tensors(arg) for arg in operation.args)
             kwargs = {name: _without_tensors(value) for name, value in operation.kwargs.items()}
             yield _Draft(at, operation.about.name, args, kwargs, tensors, operation.outs)
 
-    def _key(self, value: Ref | Tensor) -> _Key:
+    def _key(self, value: Ref | Tensor, on_target: bool = False) -> _Key:
         if isinstance(value, Tensor):
-            return self._constant(value, False)
+            return self._constant(value, on_target and self._of.host != ON_TARGET)
         number = value.number
         if number in self._uploaded:
             return self._uploaded[number]
