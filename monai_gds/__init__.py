@@ -15,7 +15,6 @@ from monai_gds.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset as GDSDataset
-    from monai_gds.dataset.patching import patch as patch
     from monai_gds.dataset.settings import CacheOptions as CacheOptions
     from monai_gds.imagenet import ImageNetDataset as ImageNetDataset
     from monai_gds.items.tree import register_type as register_type
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from monai_gds.storage import available_backends as available_backends
     from monai_gds.storage import open_storage as open_storage
     from monai_gds.storage.blockmap.block_map import BlockMap as BlockMap
+    from monai_gds.swap.patching import patch as patch
+    from monai_gds.swap.smart import SmartCacheDataset as SmartCacheDataset
 
     __version__: str
 
@@ -35,9 +36,10 @@ _HOMES = {
     "GDSDataset": "dataset.dataset",
     "IgzipReader": "pipeline.readers",
     "ImageNetDataset": "imagenet",
+    "SmartCacheDataset": "swap.smart",
     "available_backends": "storage",
     "open_storage": "storage",
-    "patch": "dataset.patching",
+    "patch": "swap.patching",
     "register_type": "items.tree",
 }
 

@@ -251,9 +251,6 @@ POPULATE_WORKERS = 8
 CONSTANT_BYTES = 64 << 10
 CONSTANTS_BYTES = 1 << 20
 
-#: Graphs that a process keeps, of parts of programs.
-GRAPHS = 512
-
 #: Operations whose result's form a recording process remembers.
 FORMS_REMEMBERED = 4096
 

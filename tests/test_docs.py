@@ -219,9 +219,11 @@ def test_patches(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.C
 
 
 def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    code, patched = examples(DOCS / "howto/moving.md")
+    code, eager, patched = examples(DOCS / "howto/moving.md")
     run(patched, tmp_path)
-    dataset = run(code, tmp_path, items=volumes * 2, transform=transform_of(tmp_path))["dataset"]
+    names = {"items": volumes * 2, "transform": transform_of(tmp_path)}
+    dataset = run(code, tmp_path, **names)["dataset"]
+    assert run(eager, tmp_path, **names, GDSDataset=type(dataset))["dataset"].is_cached(0)
     (code,) = examples(DOCS / "howto/misses.md")
     run(code, tmp_path, dataset=dataset)
     assert "Spacingd" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from monai_gds.command.doctor import app as doctor_app
 from monai_gds.command.options import BackendOption, DeviceOption
 from monai_gds.command.pack import app as pack_app
 from monai_gds.command.profile import app as profile_app
+from monai_gds.command.run import app as run_app
 from monai_gds.errors import MonaiGdsError
 
 
@@ -59,6 +60,7 @@ app.add_typer(blockmap_app, name="blockmap")
 app.add_typer(bench_app, name="bench")
 app.add_typer(pack_app)
 app.add_typer(profile_app)
+app.add_typer(run_app)
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.dataset import words
 from monai_gds.dataset.item_keys import HashTransform
-from monai_gds.dataset.populate import populate
+from monai_gds.dataset.populate import fill, populate
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.dataset.session import Runtime, Session
 from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
@@ -42,74 +42,59 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     An item is computed once, up to the first random transform, and saved as one record in the background (see
     :meth:`flush`). Every later access reads the record straight to ``device`` and runs the random transforms. A hit
-    equals a miss in tree, types, dtypes, shapes, values, metadata, applied operations and device, so ``Invert`` works
-    on cached items. On a CPU target tensors and arrays are private mappings of the record (see ``mmap``): a crop reads
-    only the pages it needs, and an in-place transform never changes the file. (``resize_`` cannot grow such a tensor.)
-    Arrays inside metadata keep their type and stay on the CPU, and string arrays stay NumPy.
-
-    Where crops come first among the random transforms and a record is in tiles (see ``compression``), the crops are
-    drawn before anything is read, and only the tiles that they touch are read. Items and random states stay the same.
+    equals a miss in tree, types, values, metadata, applied operations and device, so ``Invert`` works on cached items.
+    On a CPU target tensors and arrays are private mappings of the record: a crop reads only the pages it needs, and an
+    in-place transform never changes the file. (``resize_`` cannot grow such a tensor.) Arrays inside metadata stay on
+    the CPU. Where crops come first among the random transforms and a record is in tiles (see ``compression``), the
+    crops are drawn before anything is read, and only the tiles that they touch are read, with the same results.
 
     Any number of processes, runs and experiments may share one ``cache_dir``. An item gets a new record when anything
     changes that it was computed from: the item itself, the transforms with their parameters and code, files that they
     name or read, settings of the process such as ``set_track_meta``, MONAI's version. Transforms are
     hashed when the dataset is made: after changing one in place, assign ``transform`` again or call
-    :meth:`set_transform_hash`. ``print(dataset)`` shows what is cached and where the split is. A damaged record is
-    reported, computed again and replaced. A full or read-only disk costs the cache and not the epoch. In the workers of
-    a DataLoader (``num_workers > 0``) and in forked processes, items come as CPU tensors.
+    :meth:`set_transform_hash`. A damaged record is reported, computed again and replaced. A full or read-only disk
+    costs the cache and not the epoch. In forked processes, as are workers of a DataLoader, items come as CPU tensors.
 
     Args:
         data: items, usually dicts of file names.
         transform: a ``Compose`` or a sequence of transforms, deterministic ones first.
         cache_dir: folder of the records, made when it is missing. ``~`` is the home directory. None: nothing is cached.
-        device: the target: an int or ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for the current CUDA device,
-            or the CPU if there is none.
+        device: the target: an int, ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for a GPU if there is one.
         hash_func: item -> hash as bytes. The default is stable from run to run; MONAI's ``pickle_hashing`` is not.
-        hash_transform: transforms -> hash as bytes, which is part of every key, so changed transforms are never served
-            stale. None leaves transforms out of the key.
+        hash_transform: transforms -> hash as bytes, a part of every key. None leaves transforms out of the key.
         reset_ops_id: removes the identity of transform objects from applied operations, so that other instances of the
             same transforms can invert cached items.
-        pickle_module, pickle_protocol: accepted for compatibility with MONAI, without effect: nothing is pickled.
+        pickle_module, pickle_protocol, weights_only: MONAI's, without effect: nothing is pickled.
         track_meta: False turns MetaTensors into plain tensors, on a miss and a hit alike.
-        weights_only: without effect: reading a record cannot run code.
-        backend: how bytes are moved. ``"auto"`` takes the first that works for the device. A name means that backend
-            or an error. See :func:`monai_gds.available_backends`.
+        backend: how bytes are moved: ``"auto"``, or a name that :func:`monai_gds.available_backends` lists.
         backend_options: keyword arguments of the backend, see its class.
-        root: a folder that keys and records are relative to, so that a cache still serves data that were moved or
-            copied. Paths below it, in items, transforms, metadata and applied operations, are stored without it and
-            come back below the root of the reader.
+        root: a folder that keys and records are relative to, so that a cache still serves data that were moved. Paths
+            below it, in items, transforms and metadata, are stored without it and come back below the reader's root.
         version: your own word for what the key cannot see, such as the release of a network that a transform asks over
-            HTTP: any value with a stable hash. It is added to the key, so another value means other records. None adds
-            nothing.
-        compression: how new records are compressed. ``"lz4"`` and ``"zstd"`` cut tensors of 1 MiB and more into tiles
-            and compress these without loss, if the tensor gets at least 15 % smaller. Images on their native grid and
-            labels hold few different values and get several times smaller, resampled images less. ``"bitcomp"`` is
-            nvCOMP's, and readable on a CUDA device only. None stores tensors as they are. ``"auto"`` takes ``"lz4"``
-            where MONAI's own crops come first among the random transforms, and where a CUDA device unpacks tiles, if
-            Blosc2 is installed; otherwise tensors stay whole, and a CPU maps them without reading them. On a CPU
-            target, tensors of up to 64 MiB stay whole too, unless crops follow a label. None of this is part of the
-            key: a record is read in whatever form it has, and only ``populate(convert=True)`` and
-            ``monai-gds cache warm`` rewrite an existing one.
+            HTTP: any value with a stable hash. Another value means other records. None adds nothing.
+        compression: the form of new records, which is not part of the key. ``"lz4"`` and ``"zstd"`` cut tensors of
+            1 MiB and more into tiles and compress these without loss, if a tensor gets at least 15 % smaller.
+            ``"bitcomp"`` is nvCOMP's, and readable on a CUDA device only. None stores tensors as they are. ``"auto"``
+            takes ``"lz4"``, if Blosc2 is installed, where crops come first among the random transforms and where a CUDA
+            device unpacks tiles; on a CPU target, tensors of up to 64 MiB stay whole unless crops follow a label.
         max_bytes: how much the records in ``cache_dir`` may occupy, such as ``"500GB"``. When a new one does not fit,
             others are deleted, the longest unused ones first: not those of pipelines that a dataset of a running
             process has, and not those that were made or first read since this dataset was made. If that gives too
             little room, items that do not fit are computed in every epoch, with one warning. Processes that save
             together may exceed it by up to 1 GiB each. None: no limit.
-        local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share over NFS or
-            Lustre. Records that are read from there are copied here, in the background except in a loader's worker. All
-            processes of this machine then read the copy. New records go to ``cache_dir``.
+        local_dir: a folder on this machine's own drive, for a ``cache_dir`` that many machines share. Records that are
+            read there are copied here for all processes of this machine. New records go to ``cache_dir``.
+        populate: fills the cache now, as MONAI's ``CacheDataset`` does: with a worker per core and a progress bar, so
+            that errors in the data show here. No rank waits for another. This process then looks at no source again
+            (``sources="once"``): it may be gone.
         options: further settings, as :class:`CacheOptions` or a dict of them.
 
     Raises:
-        TypeError: ``data`` is not a sequence; a transform cannot be called; ``cache_dir`` is not a path; the backend
-            takes no such option; there is no such argument.
-        ValueError: no such device, backend or choice; choices that contradict each other; a value of
-            ``backend_options`` that cannot work; ``cache_dir`` is a file, empty, or holds a variable of the shell;
-            ``root`` is not a folder.
-        BackendUnavailable: the backend named does not work here.
-        CodecMissing: the library of the codec that ``compression`` names is not installed.
+        TypeError: an argument is of the wrong type, or there is no such argument or option of the backend.
+        ValueError: no such device, backend, folder or choice; choices that contradict each other.
+        BackendUnavailable, CodecMissing: the backend does not work here; the codec's library is not installed.
         HashingError: a transform, or on access an item, has no stable hash.
-        UnsupportedType: on access, with ``unsupported="error"``.
+        UnsupportedType, PopulateError: on access, with ``unsupported="error"``; items failed, with ``populate``.
 
     Example:
         >>> import tempfile, numpy as np
@@ -132,18 +117,20 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         backend: str = "auto", backend_options: Mapping[str, Any] | None = None,
         root: str | os.PathLike[str] | None = None, version: Any = None,
         compression: Literal["auto"] | Codec | None = "auto", max_bytes: float | str | None = None,
-        local_dir: Path | str | None = None, options: CacheOptions | Mapping[str, Any] = DEFAULTS, **others: Any,
+        local_dir: Path | str | None = None, populate: bool = False,
+        options: CacheOptions | Mapping[str, Any] = DEFAULTS, **others: Any,
     ) -> None:  # fmt: skip
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
         refuse(others)
         check_data(data, hash_func, hash_transform)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
-        super().__init__(
-            data, transform, None, hash_func, pickle_module, pickle_protocol, reset_ops_id=reset_ops_id,
+        PersistentDataset.__init__(  # not super(): a stand-in for another dataset of MONAI's derives from that, too
+            self, data, transform, None, hash_func, pickle_module, pickle_protocol, reset_ops_id=reset_ops_id,
             track_meta=track_meta, weights_only=weights_only,
         )  # fmt: skip
         check_transforms(self.transform.transforms)
         self.hash_transform = hash_transform
+        options = CacheOptions.of(options).once() if populate else options
         self.settings = Settings.of(
             device, backend, backend_options, root, version, compression, cache_dir, max_bytes, local_dir, options,
             track_meta,
@@ -152,8 +139,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
-        if type(self)._pre_transform is not GDSDataset._pre_transform:  # the subclass may go on to set what it reads
-            self._runtime.split = None
+        if type(self)._pre_transform is not GDSDataset._pre_transform:
+            self._runtime.split = None  # the subclass may go on to set what it reads
+        if populate:
+            fill(self)
 
     @property
     def session(self) -> Session:
@@ -162,11 +151,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return Session(self, self.settings, self._runtime, own_end)
 
     def set_data(self, data: Sequence[Any]) -> None:
-        """Takes new data. No record is deleted, since others may use it.
-
-        Raises:
-            TypeError: ``data`` is not a sequence.
-        """
+        """Takes new data. No record is deleted, since others may use it. Raises TypeError unless it is a sequence."""
         check_data(data)
         self.data = data
         self._runtime.misses.repeats = Repeats()  # items of other data
@@ -208,20 +193,12 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     populate = populate  # a function of its own file, with this dataset as its first argument
 
     def is_cached(self, index: int) -> bool:
-        """Whether an item has a record; only its header is read.
-
-        Raises:
-            HashingError: the item has no stable hash.
-        """
+        """Whether an item has a record; only its header is read. Raises HashingError as :meth:`key` does."""
         session = self.session
         return session.caches and session.holds(session.key(index))
 
     def explain(self, index: int) -> str:
-        """Whether an item is a hit or a miss, and for a miss how it differs from the most similar record, in words.
-
-        Raises:
-            HashingError: the item has no stable hash.
-        """
+        """Whether an item is a hit, or how it differs from the most similar record, in words. Raises as :meth:`key`."""
         return words.explain(self.session, index)
 
     def __repr__(self) -> str:
@@ -233,17 +210,13 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         return words.describe(self.session)
 
     def key(self, index: int) -> Key:
-        """The key of an item, made now.
-
-        Raises:
-            HashingError: the item has no stable hash.
-        """
+        """The key of an item, made now. Raises HashingError if the item has no stable hash."""
         return self.session.key(index)
 
     def flush(self) -> None:
         """Waits until every item computed so far is saved, or a warning has given the reason why not.
 
-        The end of a ``with dataset:`` block does the same, and so does the end of the interpreter.
+        The ends of a ``with dataset:`` block and of the interpreter do the same.
         """
         self.session.flush()
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
 
@@ -29,7 +30,7 @@ from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.session import Session
-from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, UnsupportedType, WorkerDied
 from monai_gds.pipeline.settings import of_process
 from monai_gds.shared.leases import pace
 
@@ -352,3 +353,57 @@ def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
     display.disable = display.disable or not wanted
     with display:
         yield partial(display.update, display.add_task("filling the cache", total=None))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# While a dataset is made
+
+
+def fill(
+    dataset: PersistentDataset,
+    indices: Sequence[int] | None = None,
+    num_workers: int | None = None,
+    progress: bool = True,
+) -> None:
+    """Computes what has no record among some items.
+
+    No rank waits for another: a dataset is often made on one rank only. Ranks that fill the same cache at the same time
+    share the work by leases.
+
+    Args:
+        dataset: a GDSDataset.
+        indices: which items; None: all.
+        num_workers: at most this many processes; None: one per core. What fails there is tried once more here.
+        progress: shows a bar on rank 0.
+
+    Raises:
+        PopulateError: items failed; the others are cached. An item that no record can hold is one of them with
+            ``unsupported="error"``; otherwise there is a warning.
+        NotSaved: nothing more can be written to the cache directory.
+    """
+    indices = range(len(dataset.data)) if indices is None else indices
+    if not len(indices):
+        return
+    part = copy(dataset)
+    part.data = [dataset.data[index] for index in indices]
+    try:
+        _populate_here(part, num_workers, progress and Ranks().rank == 0)
+    except PopulateError as e:
+        broken = [item for item in e.failures if not item.error.startswith(UnsupportedType.__name__)]
+        if broken or not e.failures or dataset.settings.options.unsupported == "error":
+            raise
+        failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
+        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=3)
+    if dataset.session.caches and dataset.settings.options.sources == "once":
+        for index in indices:
+            dataset.key(index)  # looks at its sources, for the rest of this process
+
+
+def _populate_here(dataset: PersistentDataset, num_workers: int | None, progress: bool) -> None:
+    if num_workers is None:
+        populate(dataset, None, progress, 0, 1)
+        return
+    try:
+        populate(dataset, min(num_workers, default_workers(len(dataset.data))), progress, 0, 1)
+    except PopulateError:
+        populate(dataset, 0, progress, 0, 1)

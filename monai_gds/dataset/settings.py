@@ -139,6 +139,10 @@ class CacheOptions:
             raise TypeError(f"CacheOptions has no option {wrong[0]!r}: help(CacheOptions) lists those it has")
         return cls(**given)
 
+    def once(self) -> CacheOptions:
+        """These for a dataset that has read everything when it is made: its sources may be gone afterwards."""
+        return replace(self, sources="once") if self.sources == "content" else self
+
 
 _NAMES = frozenset(one.name for one in fields(CacheOptions))
 

@@ -6,15 +6,12 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from monai_gds.programs.compiled import parts
 from monai_gds.programs.ghostly import ON_TARGET, plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
 from monai_gds.programs.program import Constant, Guard, Program, Step, View, pack
@@ -52,7 +49,6 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequenc
 class _Draft(NamedTuple):
     """A step whose values have no slots yet."""
 
-    at: int  # how many operations were recorded before
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -92,44 +88,44 @@ class _Emission:
         keys = [*self._views, *order, *(out for draft in drafts for out in draft.outs if out is not None)]
         slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
         names, steps = _steps(drafts, slots, {*holes, *guarded})
-        ends = [bisect_left(drafts, mark, key=attrgetter("at")) for mark in marks] or [len(steps)]
-        written = {s for _, operation in kept if operation.about.mutable for s in operation.writes}
+        written = {s for operation in kept if operation.about.mutable for s in operation.writes}
         if not whole:
             written |= {of.places[number].storage for number in results}
         return Program(
             forms=dict(of.forms), views=tuple(self._views.values()),
             copied=frozenset(of.names[storage] for storage in written if storage in of.names),
-            constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps,
-            parts=parts(names, steps, ends), values=len(slots),
+            constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps, values=len(slots),
             guards=tuple(
                 guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
             holes=tuple(slots[key] for key in holes), item=packed_item, done=len(marks), form=_forms(of, marks),
         )  # fmt: skip
 
-    def _needed(self, numbers: set[int]) -> list[tuple[int, Operation]]:
-        """The operations that values depend on, and how many came before each."""
+    def _needed(self, numbers: set[int]) -> list[Operation]:
+        """The operations that values depend on."""
         places = self._of.places
         memory = {places[number].storage for number in numbers}
         kept = []
-        for at, operation in reversed(list(enumerate(self._of.operations))):
+        for operation in reversed(self._of.operations):
             writes = operation.about.mutable and not memory.isdisjoint(operation.writes)
             if not writes and numbers.isdisjoint(operation.outs):
                 continue
-            kept.append((at, operation))
+            kept.append(operation)
             numbers |= {ref.number for _, _, ref in _places(operation) if ref.__class__ is Ref}
             memory.update(operation.reads)
         return kept[::-1]
 
-    def _drafts(self, kept: Sequence[tuple[int, Operation]], results: set[int]) -> Iterator[_Draft]:
-        written = {s for _, operation in kept if operation.about.mutable for s in operation.writes}
+    def _drafts(self, kept: Sequence[Operation], results: set[int]) -> Iterator[_Draft]:
+        written = {s for operation in kept if operation.about.mutable for s in operation.writes}
         written |= {self._of.places[number].storage for number in results}
-        given: set[int | None] = set()
-        for at, operation in kept:
-            if operation.about.view and given.issuperset(operation.outs):
+        there: set[int | None] = set()
+        for operation in kept:
+            if operation.about.view and there.issuperset(operation.outs):
                 continue  # the same view again
+            if operation.func is _aten.copy_.default and _is_same(*operation.args[:2]):
+                continue  # onto itself, as Python does after x[0] *= 2
             first = operation.args[0] if operation.args else None
-            given.update(operation.outs)
+            there.update(operation.outs)
             if (
                 operation.func is _aten._to_copy.default
                 and isinstance(first, Tensor)
@@ -139,15 +135,15 @@ class _Emission:
                 made = unexpanded(first).to(dtype).expand(first.shape)
                 key = self._constant(made, True)
                 if 0 in made.stride() or not written.isdisjoint(operation.writes):
-                    yield _Draft(at, "aten::clone.default", (None,), {}, [(0, -1, key)], operation.outs)
+                    yield _Draft("aten::clone.default", (None,), {}, [(0, -1, key)], operation.outs)
                 else:
                     self._uploaded[operation.outs[0] or 0] = key
                 continue
-            there = operation.func in _INDEXING and operation.kind == ON_TARGET
-            tensors = [(where, inner, self._key(value, there)) for where, inner, value in _places(operation)]
+            on_target = operation.func in _INDEXING and operation.kind == ON_TARGET
+            tensors = [(where, inner, self._key(value, on_target)) for where, inner, value in _places(operation)]
             args = tuple(_without_tensors(arg) for arg in operation.args)
             kwargs = {name: _without_tensors(value) for name, value in operation.kwargs.items()}
-            yield _Draft(at, operation.about.name, args, kwargs, tensors, operation.outs)
+            yield _Draft(operation.about.name, args, kwargs, tensors, operation.outs)
 
     def _key(self, value: Ref | Tensor, on_target: bool = False) -> _Key:
         if isinstance(value, Tensor):
@@ -210,6 +206,10 @@ def _places(operation: Operation) -> Iterator[tuple[int | str, int, Any]]:
             yield where, -1, value
         elif value.__class__ is list or value.__class__ is tuple:
             yield from ((where, i, part) for i, part in enumerate(value) if _is_tensor(part))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a.__class__ is Ref and b.__class__ is Ref and bool(a == b)
 
 
 def _is_tensor(value: Any) -> bool:

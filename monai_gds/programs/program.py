@@ -13,7 +13,6 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -99,28 +98,6 @@ class Step(NamedTuple):
     dead: tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """Steps for which a graph may stand, see :mod:`monai_gds.programs.compiled`.
-
-    Attributes:
-        first: the first of them.
-        last: the one after them.
-        inputs: the numbers of the values that they take.
-        floats: numbers among their arguments that are inputs of the graph, too.
-        outs: the numbers of the values that are needed afterwards.
-        dead: the inputs that nobody needs afterwards.
-        digest: of all that is in the graph.
-    """
-
-    first: int
-    last: int
-    inputs: tuple[int, ...]
-    floats: tuple[float, ...]
-    outs: tuple[int, ...]
-    dead: tuple[int, ...]
-    digest: bytes
-
-
 class Guard(NamedTuple):
     """A bool that a transform asked for and that depends on voxels, so that it was guessed.
 
@@ -147,7 +124,6 @@ class Program(NamedTuple):
         uploaded: how many bytes these take.
         ops: the names of the operations, such as ``aten::add.Tensor``.
         steps: the operations in their order.
-        parts: those of them for which graphs may stand.
         values: how many values there are.
         guards: the values that were guessed.
         holes: the numbers of the tensors of the item that have holes.
@@ -164,7 +140,6 @@ class Program(NamedTuple):
     uploaded: int
     ops: tuple[str, ...]
     steps: tuple[Step, ...]
-    parts: tuple[Part, ...]
     values: int
     guards: tuple[Guard, ...]
     holes: tuple[int, ...]
@@ -185,14 +160,6 @@ class Program(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that the program takes in memory, about."""
         return len(self.packed) + len(self.item) + _STEP * (len(self.steps) + len(self.views))
-
-
-@cache
-def operation(name: str) -> Any:
-    """An operation of torch by its name."""
-    qualified, _, overload = name.rpartition(".")
-    space, _, short = qualified.partition("::")
-    return getattr(getattr(getattr(torch.ops, space), short), overload)
 
 
 # The item

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from monai_gds.programs.compiled import Graphs
-from monai_gds.programs.program import TARGET, Asked, Constant, Part, Program, Step, bytes_of, operation, unpack
-
-_graphs = Graphs()
+from monai_gds.programs.program import TARGET, Asked, Constant, Program, bytes_of, unpack
 
 
 class Source(Protocol):
@@ -53,30 +49,15 @@ def replay(program: Program, volumes: Mapping[str, Source], device: torch.device
         Exception: whatever an operation raises. The transforms raise it too, or would on other hardware.
     """
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        if program.parts:
-            with suppress(RuntimeError):  # a graph loses the type of an error
-                return _replayed(program, volumes, device, shared, program.parts)
-        return _replayed(program, volumes, device, shared, ())
-
-
-def _replayed(
-    program: Program, volumes: Mapping[str, Source], device: torch.device, shared: bool, parts: Sequence[Part]
-) -> Any:
-    values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
-    values += [None] * (program.values - len(values))
-    run = partial(_run, [operation(name)._op for name in program.ops], device)
-    done = 0
-    try:
-        for part in parts:
-            run(program.steps[done : part.first], values)
-            _graphs.run(part, program, values, device, run)
-            done = part.last
-        run(program.steps[done:], values)
-    except Exception:  # perhaps it is on the way of a wrong guess
+        values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
+        values += [None] * (program.values - len(values))
+        try:
+            _run(program, values, device)
+        except Exception:  # perhaps it is on the way of a wrong guess
+            _check(program, values)
+            raise
         _check(program, values)
-        raise
-    _check(program, values)
-    return unpack(program.item, [values[number] for number in program.holes])
+        return unpack(program.item, [values[number] for number in program.holes])
 
 
 def answered(program: Program, device: torch.device) -> bytes:
@@ -87,8 +68,9 @@ def answered(program: Program, device: torch.device) -> bytes:
         return bytes_of(replay(program, {}, device))
 
 
-def _run(ops: Sequence[Callable[..., Any]], device: torch.device, steps: Sequence[Step], values: list[Any]) -> None:
-    for op, args, kwargs, tensors, outs, dead in steps:
+def _run(program: Program, values: list[Any], device: torch.device) -> None:
+    ops = [_op(name) for name in program.ops]
+    for op, args, kwargs, tensors, outs, dead in program.steps:
         given = list(args)
         named = dict(kwargs) if kwargs else {}
         for where, inner, number in tensors:
@@ -181,3 +163,12 @@ def _constant(constant: Constant, memory: Tensor) -> Tensor:
         return torch.empty_strided(constant.size, constant.stride, dtype=constant.dtype, device=memory.device)
     part = memory[constant.offset : constant.offset + size * constant.dtype.itemsize].view(constant.dtype)
     return part.as_strided(constant.size, constant.stride)
+
+
+@cache
+def _op(name: str) -> Callable[..., Any]:
+    """An operation of torch by its name."""
+    qualified, _, overload = name.rpartition(".")
+    space, _, short = qualified.partition("::")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), short), overload)._op
+    return found

@@ -606,6 +606,34 @@ def test_many_values_that_the_device_computes_are_refused() -> None:
     assert run(own(field), AS_CUDA).why == "it uses values that are computed later"
 
 
+# Steps
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_part_of_a_tensor_that_is_changed_is_not_copied_onto_itself(where: Where) -> None:
+    def brighter(self: Own, x: Any) -> Any:
+        x = x.clone()
+        x[0] *= 2
+        x[..., 0] = x[..., 1]
+        return x
+
+    assert [op for op in ran(brighter, where).program.ops if "copy" in op] == ["aten::copy_.default"]
+    assert (
+        sum(
+            step.op == ran(brighter, where).program.ops.index("aten::copy_.default")
+            for step in ran(brighter, where).program.steps
+        )
+        == 1
+    )
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_indices_are_on_the_device(where: Where) -> None:
+    program = ran(lambda self, x: x[:, [2, 1, 0]], where).program
+    indices = [constant for constant in program.constants if constant.dtype == torch.int64]
+    assert indices and all(constant.on_target == (where is not CPU) for constant in indices)
+
+
 # What transforms keep
 
 

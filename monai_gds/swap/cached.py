@@ -1,0 +1,190 @@
+"""Stand-ins for the datasets of MONAI's that cache: in memory, in files, in LMDB, or after so many transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monai.apps import DecathlonDataset, MedNISTDataset, TciaDataset
+from monai.data import CacheDataset, CacheNTransDataset, LMDBDataset
+from monai.data import GDSDataset as MonaisGDSDataset
+from monai.transforms import Compose, Randomizable
+
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.populate import fill
+from monai_gds.dataset.settings import CacheOptions
+from monai_gds.pipeline.parts import parts
+from monai_gds.swap.stand_in import StandIn, divided, warn
+
+#: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
+_IN_MEMORY = ("_load_cache_item", "_fill_cache")
+
+
+class CachedItems(Sequence[Any]):
+    """The cached items of a dataset up to their random transforms, as ``CacheDataset`` has them in its ``_cache``."""
+
+    def __init__(self, dataset: Cached) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset._cached)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        return self._dataset._cachecheck(self._dataset.data[self._dataset._cached[index]])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+
+class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``CacheDataset``: what that computes in its constructor, this has records of when it returns.
+
+    Attributes:
+        _cached: where these items are in the data.
+    """
+
+    _theirs = CacheDataset
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for name in _IN_MEMORY:
+            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
+            if not owner.__module__.startswith(("monai.", "monai_gds.")):
+                raise TypeError(
+                    f"{owner.__name__} overrides {name}, which is not called: a GDSDataset makes items in "
+                    "_pre_transform(item). Override that, or derive from monai.data's class before patch() is called"
+                )
+        given, self._given = divided(self._theirs, args, kwargs)
+        self._theirs.__init__(self, *given.args, **given.kwargs)  # calls set_data
+
+    def set_data(self, data: Sequence[Any]) -> None:
+        """Takes new data, and fills the cache, unless ``runtime_cache`` leaves that to the first use of each item."""
+        self._take(data)
+        # With hash_as_key, equal items count once. They have one record in any case.
+        unique = {self.hash_func(item): i for i, item in enumerate(data)} if self.hash_as_key else range(len(data))
+        self.cache_num = max(0, min(int(self.set_num), int(len(unique) * self.set_rate), len(unique)))
+        self._cached: Sequence[int] = range(self.cache_num)
+        if isinstance(unique, dict):
+            self._hash_keys, self._cached = list(unique)[: self.cache_num], list(unique.values())[: self.cache_num]
+        if self.runtime_cache is not False and self.runtime_cache is not None:
+            return
+        if self.cache_num < len(unique):
+            warn(
+                f"cache_num, cache_rate: {self.cache_num} of {len(unique)} items are cached now, and the others when "
+                "they are first read. Records are on disk and take no memory"
+            )
+        self._fill(self._cached)
+
+    def _take(self, data: Sequence[Any]) -> None:
+        """Takes new data. The first time, this makes the GDSDataset."""
+        if "settings" in vars(self):
+            GDSDataset.set_data(self, data)
+            self._runtime.keys = None  # to look at sources again
+            return
+        given = {**self._defaults, **self.__dict__.pop("_given")}
+        options = CacheOptions.of(given.get("options", {})).once()
+        self._make({**given, "data": data, "transform": self.transform, "options": options})
+
+    def _fill(self, indices: Sequence[int]) -> None:
+        """Makes the records of items that have none. One worker, MONAI's default, is one per core here."""
+        workers = self.num_workers if self.num_workers is not None and self.num_workers > 1 else None
+        fill(self, indices, workers, self.progress)
+
+    @property
+    def _cache(self) -> Any:
+        return CachedItems(self)
+
+    @_cache.setter
+    def _cache(self, items: Any) -> None:
+        if len(items):
+            raise TypeError("_cache cannot be assigned: items are records. set_data() takes other data")
+
+
+class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``DecathlonDataset``, which downloads."""
+
+    _theirs = DecathlonDataset
+
+
+class MedNIST(Cached, MedNISTDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``MedNISTDataset``, which downloads."""
+
+    _theirs = MedNISTDataset
+
+
+class Tcia(Cached, TciaDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``TciaDataset``, which downloads."""
+
+    _theirs = TciaDataset
+
+
+class Persistent(StandIn):
+    """Stands in for ``PersistentDataset``."""
+
+
+class OfGDS(StandIn):
+    """Stands in for MONAI's own ``GDSDataset``."""
+
+    _theirs = MonaisGDSDataset
+
+    def _make(self, given: Mapping[str, Any]) -> None:
+        """Makes the GDSDataset. MONAI's takes further arguments of ``PersistentDataset``."""
+        super()._make({**{name: value for name, value in given.items() if name != "kwargs"}, **given.get("kwargs", {})})
+
+
+class AfterN(StandIn, CacheNTransDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``CacheNTransDataset``. More transforms than the first ``cache_n_trans`` may be cached.
+
+    Raises:
+        ValueError: a random transform is among those.
+    """
+
+    _theirs = CacheNTransDataset
+
+    def _make(self, given: Mapping[str, Any]) -> None:
+        """Makes the GDSDataset."""
+        transform, count = given["transform"], given["cache_n_trans"]
+        steps = (transform if isinstance(transform, Compose) else Compose(transform)).transforms[:count]
+        drawn = [part for step in steps for part in parts(step) if isinstance(part, Randomizable)]
+        drawn = [part for part in drawn if not isinstance(part, Compose)]
+        if drawn:
+            name = type(drawn[0]).__name__
+            raise ValueError(
+                f"cache_n_trans={count} keeps what {name} draws in the first epoch for all others, which a GDSDataset "
+                f"does not: leave cache_n_trans out, or put {name} behind it. To keep draws, write the augmented "
+                "volumes to files (SaveImaged), and cache these"
+            )
+        super()._make({name: value for name, value in given.items() if name != "cache_n_trans"})
+        self.cache_n_trans = count
+
+
+class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``LMDBDataset``, which computes all items in its constructor too. There is no database."""
+
+    _theirs = LMDBDataset
+
+    def _make(self, given: Mapping[str, Any]) -> None:
+        """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""
+        database = {"db_name": "monai_cache", "progress": True, "lmdb_kwargs": None}
+        options = CacheOptions.of(given.get("options", self._defaults.get("options", {}))).once()
+        super()._make({**{name: value for name, value in given.items() if name not in database}, "options": options})
+        self.progress = given.get("progress", True)
+        self.lmdb_kwargs = given.get("lmdb_kwargs") or {}
+        self.db_file = Path(self.cache_dir or "") / f"{given.get('db_name', 'monai_cache')}.lmdb"
+        fill(self, progress=self.progress)
+
+    def set_data(self, data: Sequence[Any]) -> None:
+        """Takes new data, and fills the cache. No record is deleted, since others may use it."""
+        GDSDataset.set_data(self, data)
+        self._runtime.keys = None  # to look at sources again
+        fill(self, progress=self.progress)
+
+    def info(self) -> dict[str, Any]:
+        """The number of items and the folder of the records, in the place of what LMDB reports of its database."""
+        return {"size": len(self.data), "filename": str(self.cache_dir)}
+
+    def close(self) -> None:
+        """Waits until every record is written."""
+        self.flush()

@@ -1,0 +1,62 @@
+"""Stand-ins for the datasets of MONAI's that cache nothing: ``Dataset``, ``CSVDataset`` and ``ImageDataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from monai.data import CSVDataset, ImageDataset
+from monai.transforms import Compose, Transform
+
+from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.settings import check_data, check_transforms
+from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.split import Split, loaded_keys
+from monai_gds.swap.stand_in import StandIn, divided
+
+
+class Plain(StandIn):
+    """Stands in for ``Dataset`` where that loads files, see :func:`gains`."""
+
+
+def gains(data: Any, transform: Any) -> bool:
+    """Whether a ``Dataset`` gains by a cache: its deterministic transforms load files, and write none.
+
+    What is in memory already, such as a list of arrays or of predictions, is faster there, and is often used once.
+    Transforms that save results, as ``SaveImage`` does, must run in every epoch.
+    """
+    try:
+        check_data(data)
+        compose = transform if isinstance(transform, Compose) else Compose(transform)
+        check_transforms(compose.transforms)
+        steps = Split(compose).deterministic
+        return bool(loaded_keys(steps)) and not any(_writes(part) for step in steps for part in parts(step))
+    except (TypeError, ValueError):  # which MONAI's class may not mind
+        return False
+
+
+def _writes(part: Any) -> bool:
+    names = (kind.__name__ for kind in type(part).__mro__)
+    return isinstance(part, Transform) and any(name.startswith(("Save", "Write")) for name in names)
+
+
+class Table(StandIn, CSVDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``CSVDataset`` where that loads files. The rows are items."""
+
+
+class Images(ImageDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Stands in for ``ImageDataset``: what its loader makes of a file is a record.
+
+    Attributes:
+        _defaults: arguments of GDSDataset that hold where a user gives none.
+    """
+
+    _defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given, ours = divided(ImageDataset, args, kwargs)
+        super().__init__(*given.args, **given.kwargs)
+        files = [*self.image_files, *(self.seg_files or ())]
+        steps = Compose(vars(self)["loader"], map_items=False)
+        self.cache = GDSDataset(files, steps, **{"cache_dir": None, **self._defaults, **ours})
+        self.loader = self.cache._cachecheck

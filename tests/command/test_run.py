@@ -1,0 +1,101 @@
+"""``monai-gds run``: a script that knows nothing of us gets our datasets, and so do the processes that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from monai_gds.command.main import app
+from tests.machines import ROOT
+
+SCRIPT = """
+import json, multiprocessing, os, subprocess, sys
+
+import monai.data
+from helper import NAME
+from monai.data import CacheDataset, DataLoader, Dataset
+from monai.transforms import Compose, EnsureTyped
+
+
+def home():
+    dataset = CacheDataset([{"image": [1.0]}] * 2, Compose([EnsureTyped("image")]), progress=False)
+    return [type(dataset).__mro__[1].__module__, type(DataLoader(dataset)).__name__, __name__]
+
+
+def send(queue):
+    queue.put(home())
+
+
+if __name__ == "__main__":
+    found = {"here": home(), "argv": sys.argv, "helper": NAME, "rank": os.environ.get("RANK")}
+    if "--children" in sys.argv:
+        for method in ("spawn", "fork"):
+            context = multiprocessing.get_context(method)
+            queue = context.Queue()
+            child = context.Process(target=send, args=(queue,))
+            child.start()
+            found[method] = queue.get(timeout=200)
+            child.join()
+        code = "from monai.data import CacheDataset; print(CacheDataset.__mro__[1].__module__)"
+        found["subprocess"] = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    print(json.dumps(found))
+    if "--fail" in sys.argv:
+        raise ValueError("of the script")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "train.py").write_text(SCRIPT)
+    (tmp_path / "lab" / "helper.py").write_text("NAME = 'beside the script'\n")
+    return tmp_path / "lab" / "train.py"
+
+
+def run(folder: Path, *command: str, before: tuple[str, ...] = (), **environment: str) -> Any:
+    """Runs a command in a fresh process, and gives it with what it printed."""
+    line = [sys.executable, *before, "-m", "monai_gds", "run", "--cache-dir", str(folder / "cache"), *command]
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(line, cwd=folder, env=given, text=True, capture_output=True)
+    return done, [json.loads(one) for one in done.stdout.splitlines() if one.startswith("{")]
+
+
+OURS = ["monai_gds.swap.cached", "GDSDataLoader"]
+
+
+def test_a_script_and_all_that_it_starts(script: Path, tmp_path: Path) -> None:
+    own = tmp_path / "site"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os; os.environ['THEIRS'] = 'was run'\n")
+    done, (found,) = run(tmp_path, str(script), "--children", "-m", "--lr", "1", PYTHONPATH=f"{ROOT}:{own}")
+    assert done.returncode == 0, done.stderr
+    assert found["argv"] == [str(script), "--children", "-m", "--lr", "1"] and found["helper"] == "beside the script"
+    assert (found["here"], found["spawn"]) == ([*OURS, "__main__"], [*OURS, "__mp_main__"])
+    assert (found["fork"], found["subprocess"]) == ([*OURS, "__main__"], OURS[:1])
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
+
+
+def test_a_module_whose_error_is_its_own(script: Path, tmp_path: Path) -> None:
+    done, (found,) = run(script.parent, "-m", "train", "--fail")
+    assert (done.returncode, found["here"][2], found["argv"][1:]) == (1, "__main__", ["--fail"])
+    assert "ValueError: of the script" in done.stderr and "monai_gds/" not in done.stderr
+
+
+@pytest.mark.long
+def test_below_torchrun(script: Path, tmp_path: Path) -> None:
+    before = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done, found = run(script.parent, "train.py", before=before)
+    assert done.returncode == 0, done.stderr
+    assert sorted(one["rank"] for one in found) == ["0", "1"] and all(one["here"][:2] == OURS for one in found)
+
+
+def test_what_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["run", "--cache-dir", str(tmp_path), "no_such.py"])
+    assert result.exit_code == 2 and "there is no script" in result.output

@@ -1,0 +1,287 @@
+"""Stand-ins for MONAI's caching datasets: the items and attributes of the originals, from records."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import monai.apps
+import monai.data
+import numpy as np
+import pytest
+from monai.transforms import (
+    Compose,
+    EnsureChannelFirstd,
+    EnsureTyped,
+    Identityd,
+    LoadImaged,
+    RandFlipd,
+    RandShiftIntensityd,
+    ScaleIntensityd,
+    ToTensord,
+    reset_ops_id,
+)
+from monai.utils import set_determinism
+
+import monai_gds
+from monai_gds import CacheWarning, GDSDataset
+from tests.fixtures_nifti import write_volumes
+from tests.same import assert_same
+
+KEYS = ("image", "label")
+
+#: MONAI's own classes, to compare with.
+Theirs = monai.data.CacheDataset
+
+
+def transform() -> Compose:
+    return Compose(
+        [
+            LoadImaged(KEYS, ensure_channel_first=True),
+            ScaleIntensityd("image"),
+            RandFlipd(KEYS, prob=0.5),
+            RandShiftIntensityd("image", offsets=0.1, prob=1.0),
+            EnsureTyped(KEYS),
+        ]
+    )
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> list[dict[str, Any]]:
+    (tmp_path / "volumes").mkdir()
+    return write_volumes(tmp_path / "volumes", 4, (12, 10, 8))
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Iterator[monai_gds.swap.patching.Patch]:
+    with monai_gds.patch(tmp_path / "cache") as done:
+        yield done
+
+
+def epoch(dataset: Any, seed: int = 0) -> list[Any]:
+    """The items, without the identity of the transforms, which a ``CacheDataset`` keeps."""
+    dataset.transform.set_random_state(seed)
+    found = [dataset[index] for index in range(len(dataset))]
+    reset_ops_id(found)
+    return found
+
+
+def test_a_cache_dataset_gives_the_same_and_has_read_everything(
+    items: list[dict[str, Any]], tmp_path: Path, patched: Any
+) -> None:
+    theirs = Theirs(items, transform(), progress=False)
+    ours = monai.data.CacheDataset(items, transform(), progress=False, num_workers=2)
+    shutil.rmtree(tmp_path / "volumes")
+    for _ in range(2):
+        assert_same(epoch(ours), epoch(theirs))
+
+
+def test_its_attributes_are_there(items: list[dict[str, Any]], patched: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        ours = monai.data.CacheDataset(items, transform(), cache_num=3, cache_rate=0.8, copy_cache=False, num_workers=0)
+    assert isinstance(ours, Theirs) and isinstance(ours, GDSDataset)
+    given = (
+        "set_num",
+        "set_rate",
+        "cache_num",
+        "num_workers",
+        "progress",
+        "copy_cache",
+        "runtime_cache",
+        "hash_as_key",
+    )
+    assert [getattr(ours, name) for name in given] == [3, 0.8, 3, 1, True, False, False, False]
+    assert len(ours._cache) == 3
+    assert_same(ours._cache[-1]["image"], transform()(items[2], end=2)["image"])
+    assert len(ours._cache[1:]) == len(list(ours._cache)[1:]) == 2
+    with pytest.raises(TypeError, match="set_data"):
+        ours._cache = [1]
+
+
+@pytest.mark.parametrize("arguments", [{"cache_num": 2}, {"cache_rate": 0.5}], ids=str)
+def test_a_part_is_cached_now_and_the_rest_when_it_is_read(
+    arguments: Any, items: list[dict[str, Any]], patched: Any
+) -> None:
+    with pytest.warns(CacheWarning, match="2 of 4 items are cached now") as said:
+        ours = monai.data.CacheDataset(items, transform(), progress=False, **arguments)
+    assert [one.filename for one in said] == [__file__]
+    assert [ours.is_cached(index) for index in range(4)] == [True, True, False, False]
+    with ours:
+        _ = ours[3]
+    assert [ours.is_cached(index) for index in range(4)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("runtime_cache", [True, "threads", "processes", [None] * 4], ids=str)
+def test_a_runtime_cache_is_filled_by_the_items_that_are_read(
+    runtime_cache: Any, items: list[dict[str, Any]], patched: Any
+) -> None:
+    with monai.data.CacheDataset(items, transform(), runtime_cache=runtime_cache) as ours:
+        _ = ours[1]
+    assert [ours.is_cached(index) for index in range(4)] == [False, True, False, False]
+
+
+def test_other_data_are_cached_too_and_files_are_looked_at_again(
+    items: list[dict[str, Any]], tmp_path: Path, patched: Any
+) -> None:
+    ours = monai.data.CacheDataset(items[:1], transform(), progress=False)
+    write_volumes(tmp_path / "volumes", 1, (13, 10, 8))
+    ours.set_data(items[:2])
+    assert [item["image"].shape[1] for item in ours] == [13, 12]
+    assert ours.cache_num == 2 and ours.is_cached(1)
+
+
+def test_equal_items_count_once_where_that_is_asked_for(items: list[dict[str, Any]], patched: Any) -> None:
+    data = [items[0], items[1], dict(items[1]), items[2]]
+    ours = monai.data.CacheDataset(data, transform(), progress=False, hash_as_key=True, cache_num=4)
+    assert (len(ours), ours.cache_num, len(ours._cache), len(ours._hash_keys)) == (4, 3, 3, 3)
+    assert_same(ours._cache[1]["image"], transform()(items[1], end=2)["image"])
+
+
+def test_items_that_fail_show_in_the_constructor(items: list[dict[str, Any]], patched: Any) -> None:
+    Path(items[2]["image"]).write_bytes(b"cut")
+    with pytest.raises(monai_gds.PopulateError, match="1 of 4 items failed"):
+        monai.data.CacheDataset(items, transform(), num_workers=2, progress=False)
+
+
+def test_a_subclass_that_makes_items_in_memory_is_told_where_to_make_them(patched: Any) -> None:
+    class Mine(monai.data.CacheDataset):  # type: ignore[misc, name-defined, unused-ignore]
+        def _load_cache_item(self, idx: int) -> Any:
+            return 0
+
+    with pytest.raises(TypeError, match=r"Mine overrides _load_cache_item.*_pre_transform"):
+        Mine([1], transform())
+
+
+def test_copies_keep_methods_and_attributes(items: list[dict[str, Any]], patched: Any) -> None:
+    ours = monai.data.CacheDataset(items, transform(), progress=False)
+    for again in (copy.copy(ours), copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert again.cache_num == 4 and isinstance(again, Theirs)
+        assert_same(epoch(again), epoch(ours))
+
+
+def test_its_options_are_those_of_a_gds_dataset_too(items: list[dict[str, Any]], tmp_path: Path, patched: Any) -> None:
+    ours = monai.data.CacheDataset(items, transform(), cache_dir=tmp_path / "own", options={"verify": "always"})
+    assert (ours.cache_dir, ours.settings.options.verify) == (tmp_path / "own", "always")
+    with pytest.raises(TypeError, match="GDSDataset has no argument 'cache_rates'"):
+        monai.data.CacheDataset(items, transform(), cache_rates=0.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other ways to cache
+
+
+def test_the_first_n_transforms(items: list[dict[str, Any]], tmp_path: Path, patched: Any) -> None:
+    ours = monai.data.CacheNTransDataset(items, transform(), 1, None)
+    with ours:
+        assert_same(epoch(ours), epoch(Theirs(items, transform(), progress=False)))
+    assert ours.cache_n_trans == 1 and ours.is_cached(0)
+    with pytest.raises(ValueError, match=r"cache_n_trans=3 keeps what RandFlipd draws.*put RandFlipd behind it"):
+        monai.data.CacheNTransDataset(items, transform(), 3, None)
+
+
+def test_an_lmdb_dataset_without_a_database(items: list[dict[str, Any]], tmp_path: Path, patched: Any) -> None:
+    ours = monai.data.LMDBDataset(
+        items, transform(), db_name="other", progress=False, lmdb_kwargs={"map_size": 1 << 30}, hash_transform=None
+    )
+    shutil.copytree(tmp_path / "volumes", tmp_path / "kept")
+    shutil.rmtree(tmp_path / "volumes")
+    assert ours.info() == {"size": 4, "filename": str(tmp_path / "cache")}
+    assert len(epoch(ours)) == 4 and ours.lmdb_kwargs == {"map_size": 1 << 30}
+    shutil.copytree(tmp_path / "kept", tmp_path / "volumes")
+    ours.set_data(items[:1])
+    assert len(ours) == 1 and not ours.db_file.exists()
+    ours.close()
+
+
+def test_a_persistent_dataset_takes_its_arguments_in_their_order(items: list[dict[str, Any]], patched: Any) -> None:
+    ours = monai.data.PersistentDataset(items, transform(), None, monai.data.pickle_hashing, "pickle", 2, None, False)
+    assert (ours.reset_ops_id, ours.pickle_protocol) == (False, 2)
+    gds = monai.data.GDSDataset(items, transform(), None, "cpu", track_meta=False)
+    assert not gds.settings.form.track_meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets that download
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Data in the layouts of the Decathlon, MedNIST and TCIA."""
+    from PIL import Image
+
+    task = tmp_path / "root" / "Task04_Hippocampus"
+    task.mkdir(parents=True)
+    files = [{key: item[key] for key in KEYS} for item in write_volumes(task, 5, (8, 8, 8))]
+    (task / "dataset.json").write_text(
+        json.dumps({"name": "made up", "labels": {"0": "background"}, "modality": {"0": "MRI"}, "numTraining": 5,
+                    "description": "", "reference": "", "licence": "", "tensorImageSize": "3D", "numTest": 0,
+                    "training": files, "test": []})
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    for name in ("Hand", "HeadCT"):
+        (tmp_path / "root" / "MedNIST" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = rng.integers(0, 255, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "root" / "MedNIST" / name / f"{number}.png")
+    for patient in "abcde":
+        for kind in ("image", "seg"):
+            folder = tmp_path / "root" / "C4KC-KiTS" / patient / "1" / kind
+            folder.mkdir(parents=True)
+    return tmp_path / "root"
+
+
+def test_a_decathlon_task(root: Path, patched: Any) -> None:
+    arguments = {"root_dir": root, "task": "Task04_Hippocampus", "section": "training", "seed": 3, "progress": False}
+    theirs = patched_away("DecathlonDataset")(transform=transform(), **arguments)
+    ours = monai.apps.DecathlonDataset(transform=transform(), **arguments)
+    assert isinstance(ours, GDSDataset) and list(ours.get_indices()) == list(theirs.get_indices())
+    assert ours.get_properties("name") == {"name": "made up"}
+    shutil.rmtree(root)
+    assert_same(epoch(ours), epoch(theirs))
+
+
+def test_a_cross_validation_over_it(root: Path, patched: Any) -> None:
+    arguments = {"root_dir": root, "task": "Task04_Hippocampus", "section": "training", "transform": transform()}
+    folds = monai.apps.CrossValidation(monai.apps.DecathlonDataset, 5, 0, progress=False, **arguments)
+    theirs = monai.apps.CrossValidation(patched_away("DecathlonDataset"), 5, 0, progress=False, **arguments)
+    ours = folds.get_dataset([0, 2])
+    assert isinstance(ours, GDSDataset) and ours.data == theirs.get_dataset([0, 2]).data
+
+
+def test_mednist(root: Path, patched: Any) -> None:
+    steps = Compose([LoadImaged("image"), EnsureChannelFirstd("image"), ToTensord("image"), RandFlipd("image", 0.5)])
+    arguments = {"root_dir": root, "section": "training", "transform": steps, "progress": False}
+    theirs, ours = patched_away("MedNISTDataset")(**arguments), monai.apps.MedNISTDataset(**arguments)
+    assert (len(ours), ours.get_num_classes()) == (16, 2)
+    set_determinism(0)
+    found = epoch(ours)
+    assert_same(found, epoch(theirs))
+    assert len(monai.apps.MedNISTDataset(root, "test", progress=False)) == 2
+
+
+def test_tcia_caches_what_is_read_since_its_cache_rate_is_0(root: Path, patched: Any) -> None:
+    arguments = {"root_dir": root, "collection": "C4KC-KiTS", "section": "training", "transform": Identityd("image")}
+    theirs = patched_away("TciaDataset")(**arguments)
+    with pytest.warns(CacheWarning, match="0 of 4 items are cached now"), monai.apps.TciaDataset(**arguments) as ours:
+        assert ours.data == theirs.data and list(ours.get_indices()) == list(theirs.get_indices())
+        assert_same(epoch(ours), epoch(theirs))
+    assert ours.cache_num == 0 and ours.is_cached(3)
+
+
+def test_downloads_are_monais(root: Path, patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("monai.apps.datasets.download_and_extract", lambda **given: asked.append(given["url"]))
+    monai.apps.MedNISTDataset(root, "test", progress=False, download=True)
+    assert asked == [monai.apps.MedNISTDataset.resource]
+
+
+def patched_away(name: str) -> Any:
+    """MONAI's own class while its name is replaced."""
+    return next(kind for kind in getattr(monai.apps, name).__mro__[1:] if kind.__name__ == name)

@@ -1,0 +1,90 @@
+"""``DataLoader`` and ``ThreadDataLoader`` under ``patch``: ours over our datasets, with the same batches."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import monai.data
+import numpy as np
+import pytest
+import torch
+from monai.data import DataLoader, ThreadDataLoader, list_data_collate  # names that were imported before
+from monai.transforms import Compose, EnsureTyped, RandFlipd, RandSpatialCropSamplesd, reset_ops_id
+from torch.utils.data import Subset
+
+import monai_gds
+from monai_gds import GDSDataLoader, GDSDataset
+from tests.same import assert_same
+
+ITEMS = [{"image": np.full((1, 8, 8), number, np.float32)} for number in range(6)]
+
+
+def transform() -> Compose:
+    return Compose(
+        [EnsureTyped("image"), RandSpatialCropSamplesd("image", (4, 4), 2, random_size=False), RandFlipd("image", 0.5)]
+    )
+
+
+def batches(loader: Any) -> list[Any]:
+    torch.manual_seed(1)
+    loader.dataset.transform.set_random_state(2)
+    found = list(loader)
+    reset_ops_id(found)  # of random transforms, which are others in a copy
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (DataLoader, {"batch_size": 2, "shuffle": True, "drop_last": True}),
+        (DataLoader, {"batch_size": 4, "collate_fn": list_data_collate}),
+        (ThreadDataLoader, {"num_workers": 0, "batch_size": 2, "shuffle": True}),
+        (ThreadDataLoader, {}),
+    ],
+    ids=str,
+)
+def test_they_are_ours_with_the_same_batches(kind: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+    dataset = GDSDataset(ITEMS, transform(), tmp_path, "cpu")
+    expected = batches(kind(dataset, **arguments))
+    with monai_gds.patch(tmp_path):
+        ours = kind(dataset, **arguments)
+        assert type(ours) is GDSDataLoader
+        assert_same(batches(ours), expected)
+        with monai_gds.patch(tmp_path):
+            assert type(kind(dataset, **arguments)) is GDSDataLoader
+    assert type(kind(dataset, **arguments)) is kind
+    assert_same(batches(pickle.loads(pickle.dumps(ours))), expected)
+
+
+def test_positions_of_arguments_are_monais(tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path):
+        dataset = monai.data.CacheDataset(ITEMS, transform(), progress=False)
+        ours = DataLoader(Subset(dataset, [0, 2]), 1, batch_size=2)
+        assert (type(ours), ours.num_workers, len(list(ours))) == (GDSDataLoader, 1, 1)
+
+
+def test_they_stay_monais_over_other_datasets_and_where_that_is_asked_for(tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path):
+        assert type(DataLoader(monai.data.Dataset(ITEMS, transform()))) is DataLoader
+        assert type(ThreadDataLoader(ITEMS, buffer_size=2)) is ThreadDataLoader
+        ours = monai.data.CacheDataset(ITEMS, transform(), progress=False)
+
+        class Mine(DataLoader):
+            pass
+
+        assert type(Mine(ours)) is Mine and len(list(Mine(ours))) == 6
+    with monai_gds.patch(tmp_path, loaders=False):
+        assert type(DataLoader(ours)) is DataLoader
+
+
+def test_lightning_makes_them_again_with_its_own_samplers(tmp_path: Path) -> None:
+    """It notes the arguments that a loader is made with, whose constructor it wraps for that."""
+    data = pytest.importorskip("lightning.fabric.utilities.data", reason="Lightning is not installed on this machine")
+    with monai_gds.patch(tmp_path), data._replace_dunder_methods(torch.utils.data.DataLoader, "dataset"):
+        dataset = monai.data.CacheDataset(ITEMS, transform(), progress=False)
+        ours = ThreadDataLoader(dataset, batch_size=2, shuffle=True)
+    again = data._update_dataloader(ours, torch.utils.data.SequentialSampler(dataset))
+    assert type(ours) is type(again) is GDSDataLoader and again.batch_size == 2
+    assert isinstance(again.sampler, torch.utils.data.SequentialSampler) and len(list(again)) == 3
