@@ -6,7 +6,7 @@
 # make test-nvme  block map and backends on emulated NVMe drives, in QEMU (XNVME_LIBRARY_PATH: over this libxnvme too, in user space where it has upcie)
 # make test-package  sdist and wheel, built, installed into an environment of their own, and tried there
 # make notebooks  executes tutorials/ and saves the outputs in them (NOTEBOOKS="block_map tensor_io": only these)
-# make docs   builds the site into build/site, and opens every page in headless Chromium where there is one
+# make docs   sets up what it needs, builds the site into build/site, and opens every page in headless Chromium where there is one
 # make release  sdist and wheel in dist/, checked; nothing is uploaded
 # make lint   ruff, mypy and codespell
 
@@ -57,10 +57,10 @@ test-package: $(VENV)/.test
 notebooks: $(VENV)/.test
 	$(bin)/python tools/notebooks.py $(NOTEBOOKS)
 
-docs: $(VENV)/.test
+docs: $(VENV)/.docs
 	$(bin)/python tools/docs.py --check
 
-release: $(VENV)/.test
+release: $(VENV)/.release
 	rm -rf dist && $(bin)/python -m build && $(bin)/twine check --strict dist/*
 
 lint: $(VENV)/.test
@@ -74,6 +74,14 @@ $(VENV)/.core: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.core
 	$(pip_install) -e .[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(pip_install) -e .[docs$(if $(EXTRAS),$(comma)$(EXTRAS))]
+	touch $@
+
+$(VENV)/.release: $(VENV)/.core
+	$(pip_install) build twine
 	touch $@
 
 $(VENV)/.deepnvme: $(VENV)/.test monai_gds/storage/deepnvme/build.py monai_gds/storage/deepnvme/results.h

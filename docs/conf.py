@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parent.parent / "tools")]
 
 project = "monai_gds"
 author = "The monai_gds authors"

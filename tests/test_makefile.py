@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_only_the_long_tests_wait_for_a_compiler() -> None:
     assert "prepare_deepnvme" in long
     assert "prepare_deepnvme" not in quick
     assert "--hypothesis-profile=long" in long
+
+
+def test_the_site_needs_nothing_but_its_own_extra() -> None:
+    would = would_run(ROOT, "docs", "VENV=.venv-of-nobody")
+    assert "-e .[docs]\n" in would
+    assert "dev" not in would
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name in extras["docs"] if name.startswith("monai_gds")] == ["monai_gds[bench]"]
 
 
 def test_a_soak_takes_the_minutes_and_the_campaigns_that_it_is_given() -> None:

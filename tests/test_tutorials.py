@@ -53,6 +53,13 @@ def warnings_in(node: Any) -> list[str]:
     ]
 
 
+@each
+def test_the_first_cell_tells_how_to_install_what_is_on_no_index(notebook: Path) -> None:
+    (line,) = [line for line in nbformat.read(notebook, 4).cells[0].source.splitlines() if "What you need" in line]
+    assert "pip install '.[" in line and "in a clone" in line
+    assert "'monai_gds[" not in line
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONAI_DATA_DIRECTORY", raising=False)

@@ -2,7 +2,8 @@
 
 Every page is opened from disk, without a server or a network. What is wrong is printed: links and anchors that lead
 nowhere, pictures that do not load or have no alternative text, messages on the console, pages that are wider than a
-phone, and a search that does not find the classes that everyone looks for.
+phone, a first page whose code ends below the screen, and a search that does not find the classes that everyone looks
+for.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ FACTS = """() => ({
   silent: [...document.images].filter(i => !i.alt || /\\.(png|jpe?g|svg)$/.test(i.alt)).map(i => i.src),
 })"""
 
-#: Width of a phone, in CSS pixels, and how wide a page is. (``window.innerWidth`` grows with a page that is too wide.)
+#: Width of a phone, in CSS pixels, and how wide a page is with everything unfolded. (``window.innerWidth`` grows with a
+#: page that is too wide.)
 PHONE = 390
-WIDTH = "() => document.documentElement.scrollWidth"
+WIDTH = """() => { document.querySelectorAll('details').forEach(folded => folded.open = true);
+  return document.documentElement.scrollWidth }"""
+
+#: Where the first code of the first page ends, in pixels from the top.
+FIRST = "() => document.querySelector('.first-page pre')?.getBoundingClientRect().bottom ?? 0"
 
 
 def chromium() -> str | None:
@@ -61,6 +67,7 @@ def browse(site: Path, pictures: Path | None = None) -> int:
         wrong = [*_look(context.new_page(), site, pages), *_search(context.new_page(), site)]
         phone = browser.new_context(viewport={"width": PHONE, "height": 844}, is_mobile=True, offline=True)
         wrong += _widths(phone.new_page(), site, pages)
+        wrong += [line for where in (context, phone) for line in _first_screen(where.new_page(), site)]
         if pictures is not None:
             for name, where in (("desktop", context), ("phone", phone)):
                 _take(where.new_page(), site, pictures, name)
@@ -112,9 +119,18 @@ def _widths(page: Any, site: Path, pages: list[Path]) -> Iterator[str]:
             yield f"{path.relative_to(site)}: {width} pixels wide, and a phone has {PHONE}"
 
 
+def _first_screen(page: Any, site: Path) -> Iterator[str]:
+    """What it is, the figure, the installation and the first lines of code are to be seen without scrolling."""
+    page.goto((site / "index.html").as_uri())
+    page.wait_for_load_state()
+    end, screen = page.evaluate(FIRST), page.viewport_size["height"]
+    if end > screen:
+        yield f"index.html: its first code ends at {end:.0f} pixels, below a screen of {screen}"
+
+
 def _take(page: Any, site: Path, pictures: Path, name: str) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
-    for path in ("index.html", "start.html", "reference/datasets.html", "benchmarks.html"):
+    for path in ("index.html", "start.html", "reference/datasets.html", "benchmarks/training.html"):
         page.goto((site / path).as_uri())
         page.screenshot(path=pictures / f"{name}-{Path(path).stem}.png")
 

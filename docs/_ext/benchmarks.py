@@ -1,41 +1,27 @@
-"""The directive ``benchmark``: tables and a plot of a file of ``benchmarks/``, as a benchmark printed it with --json.
+"""The directive ``benchmark``: a plot and tables of a file of ``benchmarks/``, as a benchmark printed it with --json.
 
     ```{benchmark} h100/volumes.json
     :plot: bars of GB/s; GDSDataLoader's is the longest
     ```
 
-``plot`` draws it, and is the picture's alternative text. Below come the machine, the date and the command.
+``plot`` draws it, and is the picture's alternative text. The tables, folded, come with the machine, the date and the
+command. The role ``median`` is one figure of the first table: {median}`h100/volumes.json PersistentDataset`.
 """
 
 from __future__ import annotations
 
-import json
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from docutils.parsers.rst.states import Inliner
+from figures import BENCHMARKS, read
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from monai_gds.bench.report import Report, Row, draw
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Report]]:
-    """What is known of the machine, and the tables of a file."""
-    found = json.loads(path.read_text())
-    reports = []
-    for report in found["reports"]:
-        rows, ceilings = ([_row(row) for row in report[which]] for which in ("rows", "ceilings"))
-        reports.append(Report(report["title"], report["unit"], rows, report["reference"], ceilings))
-    return found["about"], reports
-
-
-def _row(row: dict[str, Any]) -> Row:
-    figures = {heading: tuple(found["samples"]) for heading, found in row.get("figures", {}).items()}
-    return Row(row["name"], tuple(row["samples"]), row["reason"], row["notes"], figures)
+from monai_gds.bench.report import Report, draw
 
 
 class Benchmark(SphinxDirective):
@@ -52,15 +38,18 @@ class Benchmark(SphinxDirective):
             about, reports = read(path)
         except (OSError, ValueError, KeyError) as e:
             raise self.error(f"{path} does not hold the output of a benchmark: {e!r}") from e
-        found: list[nodes.Node] = [table for report in reports for table in self._tables(report)]
-        if "plot" in self.options:
-            found.append(self._picture(path, reports))
-        found.append(_origin(about, self.arguments[0]))
-        return found
+        title = about.get("gpu") or f"{about['cores']} cores"
+        summary = f"The figures: {about['date'][:10]}, {title}"
+        found: list[nodes.Node] = [self._picture(path, reports)] if "plot" in self.options else []
+        found.append(nodes.raw("", f"<details><summary>{escape(summary)}</summary>", format="html"))
+        found += [node for report in reports for node in self._tables(report)]
+        return [*found, _origin(about, self.arguments[0]), nodes.raw("", "</details>", format="html")]
 
     def _tables(self, report: Report) -> list[nodes.Node]:
         rows = [report.cells(row) for row in (*report.rows, *report.ceilings)]
-        return [nodes.rubric(report.title, report.title), _table(report.titles(), rows)]
+        missing = [f"{row.name}: {row.reason}" for row in (*report.rows, *report.ceilings) if row.reason]
+        reasons = [nodes.paragraph("", line, classes=["reason"]) for line in missing]
+        return [nodes.rubric(report.title, report.title), _table(report.titles(), rows), *reasons]
 
     def _picture(self, path: Path, reports: list[Report]) -> nodes.Node:
         folder = Path(self.env.srcdir) / "generated" / "plots"
@@ -96,6 +85,22 @@ def _origin(about: dict[str, Any], name: str) -> nodes.Node:
     return line
 
 
+def median(
+    name: str, rawtext: str, text: str, lineno: int, inliner: Inliner, options: Any = None, content: Any = None
+) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+    """The median of a row: ``file.json row``."""
+    file, _, wanted = text.partition(" ")
+    inliner.document.settings.env.note_dependency(str(BENCHMARKS / file))
+    try:
+        _, (report, *_) = read(BENCHMARKS / file)
+        (row,) = [row for row in (*report.rows, *report.ceilings) if row.name == wanted]
+    except (OSError, ValueError) as e:
+        problem = inliner.reporter.error(f"{text}: {e}", line=lineno)
+        return [inliner.problematic(rawtext, rawtext, problem)], [problem]
+    return [nodes.Text(report.cells(row)[1])], []
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("benchmark", Benchmark)
+    app.add_role("median", median)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""What other files hold, brought into the site before it is read: the command line, the notebooks, the first plot.
+"""What other files hold, brought into the site before it is read: the command line and the notebooks.
 
 All of it goes to ``docs/generated``, which git ignores.
 """
@@ -8,14 +8,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
-
-from benchmarks import BENCHMARKS, read
-from monai_gds.bench.report import Report, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,24 +23,8 @@ def bring(app: Sphinx) -> None:
     (target / "tutorials").mkdir(parents=True)
     for notebook in sorted((ROOT / "tutorials").glob("*.ipynb")):
         shutil.copy(notebook, target / "tutorials")
-    (target / "plots").mkdir()
-    overview().savefig(target / "plots/overview.svg")
     command = [sys.executable, "-m", "typer", "monai_gds.command.main", "utils", "docs", "--name", "monai-gds"]
     subprocess.run([*command, "--output", str(target / "commands.md")], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def overview() -> Any:
-    """The plot of the first page: what most people come from, this package, and the link."""
-    _, (report,) = read(BENCHMARKS / "h100/volumes.json")
-    names = {
-        "PersistentDataset": "PersistentDataset",
-        "CacheDataset": "CacheDataset",
-        "monai GDSDataset": "monai.data.GDSDataset",
-        "GDSDataset, GDSDataLoader": "monai_gds",
-    }
-    rows = [replace(row, name=shown) for name, shown in names.items() for row in report.rows if row.name == name]
-    link = [row for row in report.ceilings if row.name == "pinned copy to the GPU"]
-    return draw([Report("Cached volumes to the GPU, GB/s (H100, page cache warm)", "GB/s", rows, ceilings=link)])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

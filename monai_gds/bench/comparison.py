@@ -253,12 +253,17 @@ def epoch(entrant: Entrant, comparison: Comparison) -> float:
     return time.perf_counter() - start
 
 
+def seed(transform: Compose, number: int) -> None:
+    """Seeds every generator that random transforms may draw from."""
+    for each in (torch.manual_seed, np.random.seed, random.seed):
+        each(number)
+    transform.set_random_state(number)
+
+
 def checksums(entrant: Entrant, comparison: Comparison) -> list[int]:
     """A checksum of the bytes of each batch, over an epoch whose random transforms are seeded."""
     found = []
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(_SEED)
-    comparison.transform.set_random_state(_SEED)
+    seed(comparison.transform, _SEED)
     with closing(entrant.epoch(comparison)) as batches:
         for tensors in batches:
             checksum = 0

@@ -86,7 +86,7 @@ class Report:
         """The figures as a table."""
         table = Table(title=escape(self.title), title_justify="left")
         if self.reference is not None:
-            table.caption = escape(f"ratio: to {self.reference}")
+            table.caption = escape(f"ratio: to {' and '.join(self.reference.splitlines())}")
         figures = len(self.titles()) - len(self._headings())
         for column, title in enumerate(self.titles()):
             table.add_column(title, no_wrap=not column, justify="right" if 0 < column < figures else "left")
@@ -232,6 +232,6 @@ def _draw(report: Report, axes: Any) -> None:
             axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
     if any(row.samples for row in report.ceilings):
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    axes.set_title(textwrap.fill(report.title, 56), fontsize=9)
+    axes.set_title(textwrap.fill(report.title, 36), fontsize=9)
     axes.set_xlabel(report.unit)
     axes.tick_params(labelsize=8)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 from monai_gds.base.stages import Watch
 from monai_gds.errors import FailedItem
@@ -17,6 +20,9 @@ _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
 
 #: Training that waits for a smaller share of an epoch gains nothing from a faster loader.
 _LITTLE = 0.05
+
+#: More workers than that hardly make a training faster.
+_WORKERS = 8
 
 #: What to do about the stage that takes most of the time.
 _REMEDIES = {
@@ -32,8 +38,18 @@ _REMEDIES = {
     "collating": "smaller batches, or a collate_fn that copies less",
 }
 
-_OF_RANDOM = "run them in workers (num_workers=8), or on the GPU"
-_OF_RANDOM_IN_WORKERS = "more workers are faster while processor cores are idle; or run them on the GPU"
+
+def _of_random(in_workers: bool) -> str:
+    """What to do about random transforms on this machine."""
+    cores = len(os.sched_getaffinity(0))
+    ways = []
+    if in_workers:
+        ways.append("more workers are faster while processor cores are idle")
+    elif cores > 1:
+        ways.append(f"run them in workers (num_workers={min(_WORKERS, cores)})")
+    if torch.cuda.is_available():
+        ways.append("run them on the GPU (device=None)")
+    return ", or ".join(ways) or "this machine has one core and no GPU, so only fewer or cheaper ones take less time"
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,7 @@ class Stats:
         if stage == "random transforms":
             name = max(self.random_transforms, key=self.random_transforms.__getitem__)
             most = _share(self.random_transforms[name], sum(work.values()))
-            share, remedy = f"{share}, {name} alone {most}", _OF_RANDOM_IN_WORKERS if self.in_workers else _OF_RANDOM
+            share, remedy = f"{share}, {name} alone {most}", _of_random(self.in_workers)
             if name in self.on_values:
                 remedy = f"the loader's thread runs it, since {self.on_values[name]}"
         else:

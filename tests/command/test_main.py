@@ -192,6 +192,18 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
     assert "--plot" in done.output
 
 
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [(["doctr"], "'doctor'"), (["bench", "trainin"], "'training'"), (["prune"], "'cache prune'"), (["sevnteen"], "")],
+)
+def test_a_wrong_name_of_a_command_is_answered_with_the_one_that_was_meant(command: list[str], meant: str) -> None:
+    done = run(*command)
+    assert done.exit_code == 2
+    assert f"No such command '{command[-1]}'" in done.output
+    assert (f"Did you mean {meant}?" in done.output) == bool(meant)
+    assert meant or "Did you mean" not in done.output
+
+
 @pytest.mark.parametrize("option", ["--size", "--crop"])
 @pytest.mark.parametrize("voxels", [(0, 16, 16), (16, 16, -1)])
 def test_a_volume_without_voxels_is_wrong_usage(option: str, voxels: tuple[int, int, int]) -> None:

@@ -247,6 +247,27 @@ def test_nothing_is_measured_unless_asked(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cores", "gpu", "in_workers", "said"),
+    [
+        (2, False, False, "run them in workers (num_workers=2)."),
+        (64, True, False, "run them in workers (num_workers=8), or run them on the GPU (device=None)."),
+        (1, True, False, "run them on the GPU (device=None)."),
+        (1, False, False, "this machine has one core and no GPU, so only fewer or cheaper ones take less time."),
+        (2, False, True, "more workers are faster while processor cores are idle."),
+    ],
+)
+def test_advice_is_of_what_this_machine_has(
+    cores: int, gpu: bool, in_workers: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    stats = stats_of(
+        waiting=1.0, stages={"random transforms": 1.0}, random_transforms={"RandSlow": 1.0}, in_workers=in_workers
+    )
+    assert stats.advice.partition(": ")[2] == said
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"waiting": 0.1}, "The training waits 1% of the epoch: a faster loader gains nothing."),

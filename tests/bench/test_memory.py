@@ -1,0 +1,76 @@
+"""bench memory: what is read from the drive where memory is short, counted in bytes; and who is killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from monai_gds.bench import memory as job
+from monai_gds.errors import BackendUnavailable, MonaiGdsError
+from tests.commands import run
+
+WORK = {"name": "PersistentDataset", "folder": "nowhere", "volumes": 2, "size": (16, 16, 16), "turns": 2}
+
+
+def test_where_no_control_group_can_be_made_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(job, "_parents", lambda: iter([(tmp_path / "file", {"memory.max": True})]))
+    done = run("bench", "memory", "--cache-dir", tmp_path)
+    assert done.exit_code == 1
+    assert "no control group can be made here" in done.stderr and "Not a directory" in done.stderr
+    monkeypatch.setattr(job, "_parents", lambda: iter(()))
+    with pytest.raises(BackendUnavailable, match="no memory controller"), job.group(1 << 30):
+        pass
+
+
+def test_a_group_whose_limit_cannot_be_set_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_parents", lambda: iter([(tmp_path, {"no/such/file": True})]))
+    with pytest.raises(BackendUnavailable), job.group(1 << 30):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", job.DATASETS)
+def test_every_dataset_runs_its_epochs_and_counts_bytes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = {**WORK, "name": name, "folder": str(tmp_path / "cache")}
+    job.fill(work)
+    job.epochs(json.dumps(work))
+    assert all(nbytes >= 0 for nbytes in json.loads(capsys.readouterr().out))
+
+
+def test_a_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "drop", lambda paths: 1.0 if list(paths) else 0.0)
+    with pytest.raises(MonaiGdsError, match="--cache-dir"):
+        job.fill({**WORK, "folder": str(tmp_path / "cache")})
+
+
+def test_a_process_that_is_killed_has_the_reason_and_one_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_IN_GROUP", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert job._limited(WORK, tmp_path / "procs", 10**9).reason.startswith("killed by the kernel")
+    monkeypatch.setattr(job, "_IN_GROUP", "raise ValueError('the reason')")
+    with pytest.raises(MonaiGdsError, match="PersistentDataset: ValueError: the reason"):
+        job._limited(WORK, tmp_path / "procs", 10**9)
+
+
+@pytest.mark.long
+def test_where_memory_is_short_ours_reads_less_and_cachedataset_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("blosc2", reason="this machine has no blosc2 to compress records with")
+    try:
+        with job.group(1 << 30):
+            pass
+    except BackendUnavailable as e:
+        pytest.skip(str(e))
+    volumes, size = 18, (160, 160, 160)
+    kept = volumes * 2 * 4 * 160**3 / 1e6  # MB
+    report = job.memory(tmp_path, volumes, size, 750_000_000, 3)
+    rows = {row.name: row for row in report.rows}
+    assert rows["CacheDataset"].reason.startswith("killed by the kernel")
+    assert rows["PersistentDataset"].samples[0] > 0.95 * kept, "the first epoch reads every file"
+    assert sum(rows["PersistentDataset"].samples) > 1.5 * kept
+    assert sum(rows[job.OURS].samples) < 0.2 * kept
