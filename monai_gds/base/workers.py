@@ -150,9 +150,16 @@ class Workers(Generic[T]):
         self.broken = True
         died = WorkerDied(
             "a worker process was killed: by a signal, by the system when memory ran out, or by a crash in a library"
+            f"{self._ended()}"
         )
         died.__cause__ = error
         return died
+
+    def _ended(self) -> str:
+        """Which processes have ended, and how: the others are ended only after all futures have their errors."""
+        codes = {process.pid: process.exitcode for process in self._processes()}
+        ended = [f"process {pid}, {_how(code)}" for pid, code in codes.items() if code is not None]
+        return f" ({'; '.join(ended)})" if ended else ""
 
     def close(self) -> None:
         """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
@@ -178,6 +185,11 @@ class Workers(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _how(code: int) -> str:
+    """How a process ended, by its exit code."""
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
 
 
 @contextmanager

@@ -167,6 +167,6 @@ class WorkerBatches:
         split, done = self._splits[part], self._done[part]
         with naming(index, dataset.data[index]):
             seed_transforms(split.steps(), drawn.seed, drawn.first + number)
-            item = split.after(item, done)
+            item = dataset.session.runtime.global_draws.after(split, item, done)
         reset_ops_id(item)  # the user's own transforms must be able to invert the item
         return item

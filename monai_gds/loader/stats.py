@@ -57,6 +57,7 @@ class Stats:
         in_workers: whether worker processes ran the random transforms, or drew them.
         on_values: the first transforms that no program could hold, and why. With those after them they ran in the
             loader's thread.
+        global_draws: which transforms drew from generators of the whole process, in words; empty if none was seen to.
     """
 
     seconds: float
@@ -71,6 +72,7 @@ class Stats:
     nbytes: int
     in_workers: bool = False
     on_values: Mapping[str, str] = field(default_factory=dict)
+    global_draws: str = ""
 
     @property
     def hit_rate(self) -> float:
@@ -132,6 +134,7 @@ class Stats:
         if self.saving_behind:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
         lines += [f"on values from {name} on: {why}" for name, why in self.on_values.items()]
+        lines += [self.global_draws] if self.global_draws else []
         return "\n".join([*lines, self.advice])
 
 
@@ -160,8 +163,8 @@ class MeasuredEpoch:
             self.waiting += now - asked
             self.seconds = now - self.began
 
-    def stats(self, on_values: Mapping[str, str]) -> Stats:
-        """What was measured so far. ``on_values``: see :class:`Stats`."""
+    def stats(self, on_values: Mapping[str, str], global_draws: str) -> Stats:
+        """What was measured so far. For the arguments see :class:`Stats`."""
         seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
         behind = seconds.pop(("saving", "in the background"), 0.0)
         stages: defaultdict[str, float] = defaultdict(float)
@@ -182,4 +185,5 @@ class MeasuredEpoch:
             nbytes=counts.get("bytes", 0),
             in_workers=self.watch.in_workers,
             on_values=on_values,
+            global_draws=global_draws,
         )
