@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from monai_gds.loader import ahead, crew, data_loader, hand_over, next_epoch, on
 from monai_gds.loader.crew import Crew
 from tests.fresh import printed_by
 from tests.interrupts import interrupted
-from tests.loader.test_programs import KEYS, Volume, crops
+from tests.loader.test_programs import KEYS, Volume
 from tests.same import assert_same
 
 COUNT = 3
@@ -158,7 +159,7 @@ def test_ctrl_c_at_any_place_of_an_epoch(tmp_path: Path, programs: str, stride: 
     loader = load(dataset, programs)
     for n in itertools.count(1, stride):  # the first epoch of a loader, and one that has its processes
         set_determinism(3)
-        begun = interrupted(n, lambda: list(loader), files, "check")
+        begun = interrupted(n, partial(list, loader), files, "check")
         set_determinism(3)
         assert_same(list(loader), expected)
         if n % 2:
