@@ -251,8 +251,8 @@ POPULATE_WORKERS = 8
 CONSTANT_BYTES = 64 << 10
 CONSTANTS_BYTES = 1 << 20
 
-#: Largest tensor that a replay computes and a transform reads, such as a matrix: a guess goes with the program.
-GUESSED_BYTES = 4 << 10
+#: Largest tensor that a transform reads and that the target computes, such as a matrix: a worker waits for it.
+ASKED_BYTES = 4 << 10
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loader

@@ -28,7 +28,7 @@ from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.indices import standing_in
-from monai_gds.programs.program import Asked, Guess, Program
+from monai_gds.programs.program import Asked, Program
 from monai_gds.programs.recorder import Recorded, Recorder, Refusal
 from monai_gds.programs.replay import GuardFailed, replay
 from monai_gds.programs.trust import Made, Trust
@@ -67,7 +67,13 @@ class Answer(NamedTuple):
 
 
 def draw(
-    session: Session, index: int, seed: Seed, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess]
+    session: Session,
+    index: int,
+    seed: Seed,
+    target: torch.device,
+    most: int | None,
+    guesses: Mapping[Asked, bool],
+    ask: Callable[[Program], bytes] | None,
 ) -> Answer:
     """Makes the record of an item if it has none, and records its random transforms.
 
@@ -77,7 +83,7 @@ def draw(
         seed: what its generators are seeded with.
         target: where the program will be replayed.
         most: how many transforms to record at most.
-        guesses: see :class:`Recorder`.
+        guesses, ask: see :class:`Recorder`.
 
     Raises:
         Exception: whatever the deterministic transforms raise.
@@ -97,23 +103,29 @@ def draw(
     stages.enter("random transforms", "recording")
     drew: set[int] = set()
     try:
-        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, drew)
+        recorded, plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask, drew)
     except _RecordGone:
         return Answer(saved)
-    done = 0 if program is None else program.done
+    done = 0 if recorded.program is None else recorded.program.done
     later, drawn = states_at(_slots(split, done)), _digest(split, done)
-    return Answer(saved, key.digest, program, refused, later, drawn, tuple(sorted(drew)), plain)
+    return Answer(saved, key.digest, *recorded, later, drawn, tuple(sorted(drew)), plain)
 
 
 def _recorded(
-    split: Split, lazy: PendingItem, item: Any, target: torch.device, most: int | None, guesses: Mapping[Asked, Guess],
+    split: Split,
+    lazy: PendingItem,
+    item: Any,
+    target: torch.device,
+    most: int | None,
+    guesses: Mapping[Asked, bool],
+    ask: Callable[[Program], bytes] | None,
     drew: set[int] | None = None,
-) -> tuple[Recorded, bool]:  # fmt: skip
+) -> tuple[Recorded, bool]:
     """What the transforms do, and whether the last one left no tensor of the target in metadata.
 
     Those that draw from generators of the whole process are added to ``drew``, by their numbers.
     """
-    recorder, steps = Recorder(lazy.later, target, guesses), split.steps()
+    recorder, steps = Recorder(lazy.later, target, guesses, ask), split.steps()
     last, plain = (steps[-1] if steps else None), False
 
     def runs_of(label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Any:
@@ -313,7 +325,7 @@ class Programmed:
         seed_transforms(split.steps(), *self._seed)
         item = session.dataset.data[self._index]
         with suppress(_RecordGone, GuardFailed):
-            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses)[0].program
+            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
             values = None if program is None else _read(lazy, program)
             if program is not None and values is not None:
                 return replay(program, values, session.target()), _digest(split, count)

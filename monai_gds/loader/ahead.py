@@ -72,7 +72,8 @@ class Programs:
     def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
         part = self._parts.index(dataset)
         trust = self._trusts[part]
-        return ItemTask(part, index, seed, trust.most, dict(trust.guesses), self._watch is not None)
+        measured = self._watch is not None
+        return ItemTask(part, index, seed, trust.most, dict(trust.guesses), self._crew.address, measured)
 
     def begin(self, dataset: GDSDataset, index: int, seed: Seed, running: Running) -> Programmed:
         """Begins to read what an item needs, once a worker has drawn it.

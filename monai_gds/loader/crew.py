@@ -15,6 +15,7 @@ import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType, FunctionType
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monai_gds import limits
+from monai_gds.base.questions import Answers
 from monai_gds.base.stages import Measurements, Watch, enter
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
@@ -32,6 +34,7 @@ from monai_gds.loader.shared_memory import Arena, Arenas
 from monai_gds.loader.worker import BatchTask, Guess, ItemTask, Work, Worker
 from monai_gds.pipeline.randomness import is_generator
 from monai_gds.pipeline.split import Split
+from monai_gds.programs.replay import answered
 
 #: Arenas beyond those of the batches under way: one is being unpacked, some wait, and the consumer has one or two.
 _DELIVERED = 3 + limits.BATCHES_WAITING
@@ -119,7 +122,15 @@ class Crew:
         self._guesses, self._wrong = 0, Arena(8)  # how often it was; the number of the last one that was wrong
         #: Where answers of this epoch are told, and that its loop was left. Another epoch has another one.
         self.news: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._answers: Answers | None = None
         self._workers = self._start()
+
+    @property
+    def address(self) -> str:
+        """Where workers ask for numbers that the target computes."""
+        if self._answers is None:
+            self._answers = Answers(partial(answered, device=self._work.target))
+        return self._answers.address
 
     def begin(self, order: Order, work: Work) -> bool:
         """Begins another epoch. Returns False if these processes cannot do its work."""
@@ -133,7 +144,7 @@ class Crew:
             except ValueError:  # forked processes have it without that
                 return False
             self._give_up_guess()
-            self._splits = None
+            self._splits = self._answers = None
             self._work, self._mark = work, mark
             self._memory = Arena(len(pickled))
             self._memory.memory[:] = bytearray(pickled)

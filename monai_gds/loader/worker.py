@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from monai.transforms.utils import reset_ops_id
 
+from monai_gds.base.questions import ask
 from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.dataset.programmed import Answer, Seed, draw
 from monai_gds.dataset.session import Session
@@ -61,6 +63,7 @@ class ItemTask(NamedTuple):
     seed: Seed
     most: int | None
     guesses: Mapping[tuple[int, int], bool]
+    address: str  # of who computes numbers on the target
     measured: bool
     work: Place | None = None
     guess: Guess | None = None  # by which it was ordered; None: the epoch ordered it
@@ -85,7 +88,8 @@ class Worker:
         if task.guess is not None and self._is_wrong(task.guess):
             return None
         work = self._work_of(task.work)
-        return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses)
+        asked = partial(ask, task.address)
+        return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses, asked)
 
     def _is_wrong(self, guess: Guess) -> bool:
         room = self._of_guesses.room(guess.place, {guess.place.number})

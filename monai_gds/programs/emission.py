@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monai_gds.programs.ghostly import plainly
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
-from monai_gds.programs.program import Constant, Program, Step, View, pack
+from monai_gds.programs.program import Constant, Guard, Program, Step, View, pack
 
 _aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ _Key: TypeAlias = int
 _LINE = 64
 
 
-def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
+def emit(log: Log, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
     """Makes the program of what was recorded.
 
     Args:
@@ -33,13 +33,14 @@ def emit(log: Log, item: Any, marks: Sequence[int], whole: bool) -> Program:
         item: the result, with ghosts.
         marks: how many operations there were after each transform.
         whole: whether no transform runs after the program.
+        guards: the bools that the replay compares.
 
     Raises:
         Refused: the item holds a tensor that does not come from the recording.
         Exception: whatever pickle raises for something in the item.
     """
     with plainly():
-        return _Emission(log).program(item, marks, whole)
+        return _Emission(log).program(item, marks, whole, guards)
 
 
 class _Draft(NamedTuple):
@@ -61,7 +62,7 @@ class _Emission:
         self._constants: dict[Any, tuple[_Key, Tensor, bool]] = {}
         self._uploaded: dict[int, _Key] = {}  # ghosts that are constants
 
-    def program(self, item: Any, marks: Sequence[int], whole: bool) -> Program:
+    def program(self, item: Any, marks: Sequence[int], whole: bool, guards: Sequence[Guard]) -> Program:
         """See :func:`emit`."""
         of = self._of
         results: list[int] = []
@@ -76,10 +77,10 @@ class _Emission:
             return len(results) - 1
 
         packed_item = pack(item, hole)
-        kept = self._needed({*results, *(guard.value for guard in of.guards)})
+        kept = self._needed({*results, *(guard.value for guard in guards)})
         drafts = list(self._drafts(kept, set(results)))
         holes = [self._key(Ref(number)) for number in results]
-        guarded = [self._key(Ref(guard.value)) for guard in of.guards]
+        guarded = [self._key(Ref(guard.value)) for guard in guards]
         constants, packed, uploaded, order = self._packed()
         keys = [*self._views, *order, *(out for draft in drafts for out in draft.outs if out is not None)]
         slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
@@ -92,7 +93,7 @@ class _Emission:
             copied=frozenset(of.names[storage] for storage in written if storage in of.names),
             constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps, values=len(slots),
             guards=tuple(
-                guard._replace(value=slots[key]) for guard, key in zip(of.guards, guarded, strict=True)
+                guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
             holes=tuple(slots[key] for key in holes), item=packed_item, done=len(marks), form=_forms(of, marks),
         )  # fmt: skip

@@ -27,9 +27,8 @@ TARGET = torch.device("meta")
 _STEP = 400
 
 
-#: Where a guess was made, and what it is.
+#: Where a bool was guessed: the transform, and how many guesses it had made before.
 Asked: TypeAlias = "tuple[int, int]"
-Guess: TypeAlias = "bool | bytes"
 
 
 class View(NamedTuple):
@@ -100,17 +99,17 @@ class Step(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """A value that a transform asked for and that was guessed: a bool, or a small tensor that a GPU computes.
+    """A bool that a transform asked for and that depends on voxels, so that it was guessed.
 
     Attributes:
         value: its number.
         place: which transform asked, and how many guesses that had made before.
-        guess: what it was told; of a tensor, its bytes.
+        guess: what it was told.
     """
 
     value: int
     place: Asked
-    guess: Guess
+    guess: bool
 
 
 class Program(NamedTuple):

@@ -11,6 +11,7 @@ there, with random states as they were, so that nothing of the transform is left
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,8 +21,9 @@ from monai_gds.programs import kept
 from monai_gds.programs.emission import emit
 from monai_gds.programs.ghostly import Refused, is_ghost, plainly
 from monai_gds.programs.modes import beyond_modes
-from monai_gds.programs.program import Asked, Guess, Program
+from monai_gds.programs.program import Asked, Program
 from monai_gds.programs.recording import Recording
+from monai_gds.programs.replay import answered
 
 #: Dtype and shape of tensors, by their names in the record.
 Forms: TypeAlias = "Mapping[str, tuple[torch.dtype, tuple[int, ...]]]"
@@ -59,13 +61,20 @@ class Recorder:
     Args:
         forms: dtype and shape of the record's tensors that ghosts stand for, by name.
         target: where the program will run: a CUDA device with its index, or the CPU. It need not exist here.
-        guesses: values that transforms ask for: :attr:`GuardFailed.found` of this item or others, and
-            :attr:`GuardFailed.values` of this one.
+        guesses: :attr:`GuardFailed.found` of this item or others.
+        ask: returns the values that a program gives on the target; None: this process can run it there.
     """
 
-    def __init__(self, forms: Forms, target: torch.device, guesses: Mapping[Asked, Guess] | None = None) -> None:
-        self._forms, self._target, self._guesses = forms, target, guesses or {}
-        self._recording = Recording(forms, target, self._guesses)
+    def __init__(
+        self,
+        forms: Forms,
+        target: torch.device,
+        guesses: Mapping[Asked, bool] | None = None,
+        ask: Callable[[Program], bytes] | None = None,
+    ) -> None:
+        self._begin = partial(Recording, forms, target, ask=ask or partial(answered, device=target))
+        self._guesses = guesses or {}
+        self._recording = self._begin(guesses=self._guesses)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name in the record of the tensor that this is a view of; None if it is none, or was written to."""
@@ -114,7 +123,7 @@ class Recorder:
     ) -> Recorded:
         before, guesses = kept.Before(steps), dict(self._guesses)
         while True:
-            run = _Run(Recording(self._forms, self._target, guesses), steps[:count], apply)
+            run = _Run(self._begin(guesses=guesses), steps[:count], apply)
             self._recording = run.recording
             program = run.program(make(dict(run.recording.ghosts)), whole=refused is None) if count else None
             if program is not None or not count:
@@ -122,7 +131,7 @@ class Recorder:
             done = len(run.marks) if len(run.marks) < count else 0  # at the end the item itself was refused
             before.put_back()
             # A transform may have been refused on the way of a wrong guess, such as that a volume has no foreground.
-            bools = [g.place for g in run.recording.guards if g.place[0] == done and g.guess is False]
+            bools = [g.place for g in run.recording.guards if g.place[0] == done and not g.guess]
             open_guesses = [place for place in bools if place not in guesses]
             if open_guesses:
                 guesses[open_guesses[-1]] = True
@@ -151,7 +160,7 @@ class _Run:
                     item = self._apply(step, item)
                 self._check(step, item)
                 self.marks.append(len(recording.operations))
-            return emit(recording, item, self.marks, whole)
+            return emit(recording, item, self.marks, whole, recording.guards)
         except Refused:
             return None
         except Exception as e:

@@ -9,7 +9,7 @@ nothing and is large, such as a sampling grid, becomes a ghost whose values are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monai_gds import limits
-from monai_gds.programs.ghostly import CPU, GHOSTLY, ON_HOST, ON_TARGET, Refused, is_ghost, plainly
+from monai_gds.programs.emission import emit
+from monai_gds.programs.ghostly import CPU, GHOSTLY, ON_HOST, ON_TARGET, is_ghost, plainly
 from monai_gds.programs.log import About, Log, Operation, Ref, about, place_of
 from monai_gds.programs.modes import Functions
-from monai_gds.programs.program import TARGET, Asked, Guard, Guess, bytes_of
+from monai_gds.programs.program import TARGET, Asked, Guard, Program
 
 _aten = torch.ops.aten
 
@@ -35,8 +36,8 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         forms: dtype and shape of the record's tensors that are ghosts, by name.
         target: where the program will run.
-        guesses: by :attr:`Guard.place`, what values are. Bools that are not here count as False, and tensors as what
-            the CPU computes.
+        guesses: by :attr:`Guard.place`, what bools are that depend on voxels. Those that are not here count as False.
+        ask: returns the values that a program gives on the target.
 
     Attributes:
         transform: the number of the transform that runs.
@@ -46,12 +47,13 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         target: torch.device,
-        guesses: Mapping[Asked, Guess],
+        guesses: Mapping[Asked, bool],
+        ask: Callable[[Program], bytes],
     ) -> None:
         Log.__init__(self, forms, target)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.transform = 0
-        self._guesses = guesses
+        self._guesses, self._ask = guesses, ask
         self._told: dict[tuple[int, int], bytes] = {}  # by a ghost's number and how often its memory was written to
         self._functions: Functions | None = None
 
@@ -82,12 +84,10 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Values
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The values of a ghost, computed here.
-
-        Those that the target would compute, with other last bits perhaps, are a guess that the replay compares.
+        """The values of a ghost. Where this CPU might give other last bits than the target, the target is asked.
 
         Raises:
-            Refused: they depend on the record's tensors, or are many.
+            Refused: they depend on the record's tensors, or the target is asked for many.
         """
         with plainly():
             number, place = self.number_of(tensor), place_of(tensor)
@@ -98,58 +98,49 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not wanted.isdisjoint(operation.writes):
                     needed.append(operation)
                     wanted.update(operation.reads)
+            if tensor.numel() and not all(map(self._is_exact, needed)):
+                return self._asked(tensor, number)
             known: dict[int, Tensor] = {}
             with torch._C._DisableTorchDispatch(), torch.no_grad():
                 for operation in reversed(needed):
                     _run(operation, known)
-                found = known[number].clone()
-            # Threads share large tensors, and the last bits at the ends of their shares depend on how many there are.
-            if not found.numel() or all(map(self._is_exact, needed)):
-                return found
-            return self._guarded(tensor, found)
+                return known[number].clone()
 
     def scalar(self, tensor: Tensor) -> Any:
-        """The number in a ghost; of a bool that is not known, a guess that the replay compares.
+        """The number in a ghost; of a bool that depends on voxels, a guess that the replay compares.
 
         Raises:
-            Refused: it is not known, and no bool.
+            Refused: it depends on voxels, and is no bool.
         """
         with plainly():
-            known = self._known(tensor)
-            if known is not None:
-                return known.item()
+            if place_of(tensor).storage not in self.unknown:
+                return self.value(tensor).item()
             if tensor.dtype != torch.bool:
                 self.refuse("it uses a number that is computed from voxels")
-            return self._guess(tensor, False)
+            return self._guess(tensor)
 
-    def _guarded(self, tensor: Tensor, here: Tensor) -> Tensor:
-        """The values of a ghost that the replay computes, by a guess: what was computed here."""
-        if here.numel() * here.element_size() > limits.GUESSED_BYTES:
+    def _asked(self, tensor: Tensor, number: int) -> Tensor:
+        """The values of a ghost that the target computes of nothing but constants."""
+        if tensor.numel() * tensor.element_size() > limits.ASKED_BYTES:
             self.refuse("it uses values that are computed later")
-        asked = self.number_of(tensor), self.written[place_of(tensor).storage]
-        guess = self._told.get(asked)
-        if guess is None:
-            guess = self._told[asked] = self._guess(tensor, bytes_of(here))
-        return torch.frombuffer(bytearray(guess), dtype=here.dtype).reshape(here.shape)
+        question = number, self.written[place_of(tensor).storage]
+        told = self._told.get(question)
+        if told is None:
+            with torch._C._DisableTorchDispatch():
+                program = emit(self, tensor, (), whole=True, guards=())
+                try:
+                    told = self._told[question] = self._ask(program)
+                except Exception as e:
+                    self.refuse(f"it uses values that are computed later: {e}")
+        return torch.frombuffer(bytearray(told), dtype=tensor.dtype).reshape(tensor.shape)
 
-    def _guess(self, tensor: Tensor, otherwise: Any) -> Any:
-        """What the value of a ghost is guessed to be, which the replay compares."""
+    def _guess(self, tensor: Tensor) -> bool:
+        """What a ghost's bool is guessed to be, which the replay compares."""
         place = self.transform, sum(guard.place[0] == self.transform for guard in self.guards)
-        guess: Any = self._guesses.get(place)
-        if type(guess) is not type(otherwise) or (isinstance(guess, bytes) and len(guess) != len(otherwise)):
-            guess = otherwise
+        guess = self._guesses.get(place, False)
         now = self._record(_aten.clone.default, (tensor,), {}, [tensor], [tensor])  # it may be written to later
         self.guards.append(Guard(self.number_of(now), place, guess))
         return guess
-
-    def _known(self, tensor: Tensor) -> Tensor | None:
-        """The values of a ghost; None where :meth:`value` refuses."""
-        before = self.refused
-        try:
-            return self.value(tensor)
-        except Refused:
-            self.refused = before
-            return None
 
     def _is_exact(self, operation: Operation) -> bool:
         """Whether an operation gives the same bits everywhere."""

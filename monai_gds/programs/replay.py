@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from monai_gds.programs.program import TARGET, Asked, Constant, Guess, Program, bytes_of, unpack
+from monai_gds.programs.program import TARGET, Asked, Constant, Program, bytes_of, unpack
 
 
 class Source(Protocol):
@@ -20,17 +20,15 @@ class Source(Protocol):
 
 
 class GuardFailed(Exception):
-    """A value that a transform asked for is not what it was told: make the item eagerly, or record it again.
+    """A bool that a transform asked for is not what it was told: make the item eagerly, or record it again.
 
     Attributes:
         found: what the bools are, as far as they are certain, by :attr:`Guard.place`: guesses for this item and others.
-        values: the same of tensors, guesses for this item only.
     """
 
-    def __init__(self, right: Mapping[Asked, Guess]) -> None:
-        super().__init__(f"the transform {max(right)[0]} of a program does something else on these values")
-        self.found = {place: value for place, value in right.items() if isinstance(value, bool)}
-        self.values = {place: value for place, value in right.items() if isinstance(value, bytes)}
+    def __init__(self, found: Mapping[Asked, bool]) -> None:
+        super().__init__(f"the transform {max(found)[0]} of a program does something else on these values")
+        self.found = found
 
 
 def replay(program: Program, volumes: Mapping[str, Source], device: torch.device, *, shared: bool = True) -> Any:
@@ -60,6 +58,14 @@ def replay(program: Program, volumes: Mapping[str, Source], device: torch.device
             raise
         _check(program, values)
         return unpack(program.item, [values[number] for number in program.holes])
+
+
+def answered(program: Program, device: torch.device) -> bytes:
+    """The values of the tensor that a program gives which needs no voxels, in C order; see :class:`Recorder`."""
+    if device.type == "cpu":
+        return bytes_of(replay(program, {}, device))
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):  # type: ignore[no-untyped-call]  # no waiting for others
+        return bytes_of(replay(program, {}, device))
 
 
 def _run(program: Program, values: list[Any], device: torch.device) -> None:
@@ -101,15 +107,12 @@ def _check(program: Program, values: Sequence[Any]) -> None:
     guards = [guard for guard in program.guards if values[guard.value] is not None]
     if not guards:
         return
-    flat = [values[guard.value].reshape(-1).view(torch.uint8) for guard in guards]
-    found, begin = bytes_of(torch.cat([part.to(flat[0].device) for part in flat])), 0
-    right: dict[Asked, Guess] = {}
-    for guard, part in zip(guards, flat, strict=True):
-        value = found[begin : begin + len(part)]
-        begin += len(part)
-        right[guard.place] = bool(value[0]) if isinstance(guard.guess, bool) else value
-        if right[guard.place] != guard.guess:
-            raise GuardFailed(right)
+    flat = [values[guard.value].reshape(1) for guard in guards]
+    found: dict[Asked, bool] = {}
+    for guard, value in zip(guards, torch.cat([part.to(flat[0].device) for part in flat]).tolist(), strict=True):
+        found[guard.place] = value
+        if value != guard.guess:
+            raise GuardFailed(found)
 
 
 def _views(program: Program, volumes: Mapping[str, Source], device: torch.device, shared: bool) -> list[Tensor]:

@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import monai.transforms as mt
@@ -16,9 +17,9 @@ from monai.data import MetaTensor
 
 from monai_gds.pipeline.randomness import seed_everything, slots, states_at
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.program import Asked, Guess, Program
+from monai_gds.programs.program import Asked, Program
 from monai_gds.programs.recorder import Recorded, Recorder
-from monai_gds.programs.replay import GuardFailed, replay
+from monai_gds.programs.replay import GuardFailed, answered, replay
 from tests.same import assert_same, strides
 
 BOTH = ("image", "label")
@@ -122,8 +123,11 @@ class Outcome(NamedTuple):
         return self.recorded.refused.why
 
 
-def record(split: Split, of: dict[str, Any], where: Where, guesses: Mapping[Asked, Guess] | None = None) -> Recorded:
-    """Records the random half of a pipeline."""
+def record(
+    split: Split, of: dict[str, Any], where: Where, guesses: Mapping[Asked, bool] | None = None,
+    ask: Callable[[Program], bytes] | None = None,
+) -> Recorded:  # fmt: skip
+    """Records the random half of a pipeline. By default, numbers of the target are computed where it is replayed."""
     forms = {name: (of[name].dtype, tuple(of[name].shape)) for name in BOTH}
 
     def make(ghosts: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -133,7 +137,8 @@ def record(split: Split, of: dict[str, Any], where: Where, guesses: Mapping[Aske
             made[name].__dict__ = copy.deepcopy(vars(of[name]))
         return made
 
-    return Recorder(forms, torch.device(where.target), guesses).record(split.steps(), split.step, make)
+    ask = ask or partial(answered, device=torch.device(where.device))
+    return Recorder(forms, torch.device(where.target), guesses or {}, ask).record(split.steps(), split.step, make)
 
 
 def run(
@@ -158,7 +163,7 @@ def run(
         plain = seeded(eager or make, seed)
         expected = plain.after(copy.deepcopy(on(where.device, of)))
         left = states(plain)
-        guesses: dict[Asked, Guess] = {}
+        guesses: dict[Asked, bool] = {}
         wrong = 0
         while True:
             split = seeded(make, seed)
@@ -168,7 +173,7 @@ def run(
                 break
             except GuardFailed as e:
                 wrong += 1
-                guesses.update({**e.found, **e.values})
+                guesses.update(e.found)
         if recorded.refused is not None:
             if eager is not None:
                 return Outcome(None, recorded, wrong)

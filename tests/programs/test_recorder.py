@@ -23,9 +23,9 @@ from monai.data import MetaTensor
 from monai_gds import limits
 from monai_gds.programs import kept
 from monai_gds.programs.ghostly import is_ghost
-from monai_gds.programs.program import Asked, Guess, Program, View
+from monai_gds.programs.program import Program, View
 from monai_gds.programs.recorder import Recorder
-from monai_gds.programs.replay import GuardFailed, replay
+from monai_gds.programs.replay import GuardFailed, answered, replay
 from tests.programs.recordings import (
     AS_CUDA,
     BOTH,
@@ -548,39 +548,59 @@ def turned(self: Own, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_values_that_the_device_computes_are_guessed_and_compared(where: Where) -> None:
+def test_values_that_the_device_computes_are_asked_of_it(where: Where) -> None:
     outcome = ran(turned, where)
     assert outcome.done is None
-    assert len(outcome.program.guards) == (0 if where is CPU else 4)
+    assert not outcome.program.guards
 
 
-def test_a_wrong_guess_of_a_value_is_right_at_the_second_time() -> None:
-    of = item()
-    wrong: dict[Asked, Guess] = {(2, 0): bytes(16), (2, 1): bytes(4)}
-    program = record(seeded(own(turned), 0), of, AS_CUDA, wrong).program
-    assert program is not None
-    with pytest.raises(GuardFailed) as caught:
-        replay(program, voxels(program, of), torch.device("cpu"))
-    assert caught.value.found == {} and list(caught.value.values) == [(2, 0)]
-    again = record(seeded(own(turned), 0), of, AS_CUDA, caught.value.values).program
-    assert again is not None
-    got = replay(again, voxels(again, of), torch.device("cpu"))
-    right = record(seeded(own(turned), 0), of, AS_CUDA).program
-    assert right is not None
-    expected = replay(right, voxels(right, of), torch.device("cpu"))
-    assert torch.equal(expected[0]["image"], got[0]["image"])
+def test_what_the_device_answers_is_what_the_transform_reads() -> None:
+    def shifted(self: Own, x: Any) -> Any:
+        angle = torch.tensor(self.R.uniform(), device=x.device).sin()
+        self.seen = angle.tolist()
+        return x + self.seen
+
+    asked: list[Program] = []
+
+    def ask(program: Program) -> bytes:
+        asked.append(pickle.loads(pickle.dumps(program)))
+        return np.float32(0.125).tobytes()
+
+    split, of = seeded(own(shifted), 0), item()
+    program = record(split, of, AS_CUDA, ask=ask).program
+    assert program is not None and len(asked) == 1 and not asked[0].boxes()
+    got = replay(program, voxels(program, of), torch.device("cpu"))
+    assert split.steps()[2].seen == 0.125
+    first = seeded(own(lambda self, x: x), 0).after(copy.deepcopy(of))
+    assert torch.equal(got[0]["image"], first[0]["image"] + 0.125)
 
 
-def test_values_that_many_threads_compute_are_guessed_too() -> None:
+def test_a_transform_whose_number_cannot_be_had_is_not_recorded() -> None:
+    def ask(program: Program) -> bytes:
+        raise RuntimeError("out of memory")
+
+    recorded = record(seeded(own(turned), 0), item(), AS_CUDA, ask=ask)
+    assert recorded.refused is not None and recorded.refused.why.endswith("computed later: out of memory")
+    assert recorded.program is not None and recorded.program.done == 2
+
+
+def test_values_that_many_threads_compute_are_asked_for_too() -> None:
+    asked: list[Program] = []
+
     def total(self: Own, x: Any) -> Any:
         return x * float(torch.linspace(0, 1, 8).expand(1 << 14, 8).exp().sum())
 
-    assert len(run(own(total)).program.guards) == 1
+    def ask(program: Program) -> bytes:
+        asked.append(program)
+        return answered(program, torch.device("cpu"))
+
+    assert record(seeded(own(total), 0), item(), CPU, ask=ask).refused is None
+    assert len(asked) == 1
 
 
 def test_many_values_that_the_device_computes_are_refused() -> None:
     def field(self: Own, x: Any) -> Any:
-        noise = torch.linspace(0, 1, limits.GUESSED_BYTES, device=x.device).sin()
+        noise = torch.linspace(0, 1, limits.ASKED_BYTES, device=x.device).sin()
         return x + float(noise.cpu().numpy().mean())
 
     assert run(own(field), AS_CUDA).why == "it uses values that are computed later"

@@ -1,0 +1,104 @@
+"""Questions that child processes ask the process that started them, which answers in a thread.
+
+Used by the loader: workers that have no GPU ask for the few numbers that a transform reads and a GPU computes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing import current_process
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any
+
+
+class Answers:
+    """Answers questions, one after the other, until it is closed or nobody has it any more.
+
+    Args:
+        answer: returns the answer to a question. It must not keep this object alive. If it raises, so does
+            :func:`ask`, with the error's text.
+
+    Attributes:
+        address: what :func:`ask` takes. Only processes that ``multiprocessing`` started know the password.
+    """
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        listener = Listener(family="AF_UNIX", backlog=128, authkey=_password())
+        self.address = str(listener.address)
+        read, write = os.pipe()
+        thread = threading.Thread(target=_serve, args=(listener, read, answer), name="monai-gds-answers", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _wake, write, os.getpid())
+
+
+def _wake(closed: int, process: int) -> None:
+    """Ends the thread. Forked children have its pipe too, so closing that would not be enough."""
+    if os.getpid() == process:
+        os.write(closed, b"x")
+    os.close(closed)
+
+
+def _serve(listener: Listener, closed: int, answer: Callable[[Any], Any]) -> None:
+    door: Any = listener._listener._socket  # type: ignore[attr-defined]
+    asking: list[Connection] = []
+    try:
+        while True:
+            ready: list[Any] = wait([closed, door, *asking])
+            if closed in ready:
+                return
+            for one in ready:
+                try:
+                    if one is door:
+                        asking.append(listener.accept())
+                    else:
+                        one.send(_answered(answer, one.recv()))
+                except Exception:  # it has ended, or is a stranger
+                    if one in asking:
+                        asking.remove(one)
+                        one.close()
+    finally:
+        listener.close()
+        for connection in asking:
+            connection.close()
+        os.close(closed)
+
+
+def _answered(answer: Callable[[Any], Any], question: Any) -> tuple[bool, Any]:
+    try:
+        return True, answer(question)
+    except Exception as e:
+        return False, f"{type(e).__name__}: {e}"
+
+
+def _password() -> bytes:
+    return bytes(current_process().authkey)
+
+
+_connection: tuple[int, str, Connection] | None = None
+
+
+def ask(address: str, question: Any) -> Any:
+    """Asks a question, and waits for the answer.
+
+    Args:
+        address: :attr:`Answers.address` of a process that started this one.
+        question: what pickle can send.
+
+    Raises:
+        RuntimeError: answering it raised an error.
+        OSError: the process that would answer has ended, or does not answer any more.
+        EOFError: it ended meanwhile.
+    """
+    global _connection
+    here = os.getpid()
+    if _connection is None or _connection[:2] != (here, address):
+        _connection = here, address, Client(address, authkey=_password())
+    connection = _connection[2]
+    connection.send(question)
+    done, found = connection.recv()
+    if not done:
+        raise RuntimeError(found)
+    return found

@@ -1,0 +1,109 @@
+"""Questions between processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from monai_gds.base.questions import Answers, ask
+
+
+def _half(question: int) -> tuple[int, int]:
+    if question % 2:
+        raise ValueError(f"{question} is odd")
+    return question // 2, os.getpid()
+
+
+def _asked(address: str, numbers: list[int], found: Any) -> None:
+    for number in numbers:
+        try:
+            found.put(ask(address, number))
+        except Exception as e:
+            found.put((type(e).__name__, str(e)))
+
+
+def _by(kind: str, address: str, numbers: list[int]) -> list[Any]:
+    context = multiprocessing.get_context(kind)
+    found = context.Queue()
+    child = context.Process(target=_asked, args=(address, numbers, found))
+    child.start()
+    got = [found.get(timeout=60) for _ in numbers]
+    child.join()
+    return got
+
+
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_a_child_gets_the_answer_of_this_process(kind: str) -> None:
+    answers = Answers(_half)
+    assert _by(kind, answers.address, [4, 10]) == [(2, os.getpid()), (5, os.getpid())]
+    answers.close()
+
+
+def test_an_error_is_raised_where_it_was_asked_and_the_next_question_is_answered() -> None:
+    answers = Answers(_half)
+    assert _by("fork", answers.address, [3, 8]) == [("RuntimeError", "ValueError: 3 is odd"), (4, os.getpid())]
+    answers.close()
+
+
+def test_a_child_that_is_killed_while_it_asks_disturbs_nobody() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(question: int) -> int:
+        if question == 0:
+            asked.set()
+            go_on.wait(30)
+        return question
+
+    answers = Answers(slow)
+    context = multiprocessing.get_context("fork")
+    killed = context.Process(target=_asked, args=(answers.address, [0], context.Queue()))
+    killed.start()
+    assert asked.wait(30)
+    killed.kill()
+    killed.join()
+    go_on.set()
+    assert _by("fork", answers.address, [6]) == [6]
+    answers.close()
+
+
+def test_nobody_waits_for_answers_that_were_closed() -> None:
+    answers = Answers(_half)
+    answers.close()
+    for thread in threading.enumerate():
+        if thread.name == "monai-gds-answers":
+            thread.join(30)
+    ((name, _),) = _by("fork", answers.address, [4])
+    assert name in ("FileNotFoundError", "ConnectionRefusedError")
+
+
+def test_the_thread_ends_with_the_object() -> None:
+    before = threading.active_count()
+    answers: Any = Answers(_half)
+    assert threading.active_count() == before + 1
+    (thread,) = [t for t in threading.enumerate() if t.name == "monai-gds-answers"]
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    child = context.Process(target=stop.wait)  # which has all that this process has open
+    child.start()
+    del answers
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    stop.set()
+    child.join()
+
+
+def test_a_forked_child_that_drops_its_copy_ends_nothing() -> None:
+    answers: Any = Answers(_half)
+    held, context = [answers], multiprocessing.get_context("fork")
+    child = context.Process(target=held.clear)
+    address = answers.address
+    del answers
+    child.start()
+    child.join()
+    assert _by("fork", address, [4]) == [(2, os.getpid())]
