@@ -43,7 +43,7 @@ def batches(loader: Any) -> list[Any]:
         (ThreadDataLoader, {"num_workers": 0, "batch_size": 2, "shuffle": True}),
         (ThreadDataLoader, {}),
     ],
-    ids=str,
+    ids=["torch loader", "collated", "thread loader, shuffled", "thread loader"],
 )
 def test_they_are_ours_with_the_same_batches(kind: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     dataset = GDSDataset(ITEMS, transform(), tmp_path, "cpu")
