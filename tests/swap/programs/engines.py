@@ -24,6 +24,7 @@ def _loaders(study: Study) -> tuple[Any, Any]:
 @program("CacheDataset", "DataLoader", needs=("ignite",))
 def ignite(study: Study) -> Iterator[Any]:
     """MONAI's engines on Ignite: `SupervisedTrainer`, `SupervisedEvaluator`, handlers."""
+    from ignite.engine import Events
     from monai.engines import SupervisedEvaluator, SupervisedTrainer
     from monai.handlers import CheckpointSaver, MeanDice, ValidationHandler, from_engine
 
@@ -39,7 +40,7 @@ def ignite(study: Study) -> Iterator[Any]:
         torch.device("cpu"), 2, train, model, torch.optim.Adam(model.parameters(), 1e-2),
         DiceLoss(to_onehot_y=True, softmax=True), train_handlers=[ValidationHandler(1, evaluator)],
     )  # fmt: skip
-    trainer.add_event_handler("iteration_completed", lambda engine: seen.append(engine.state.output[0]["loss"]))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.output[0]["loss"]))
     trainer.run()
     yield seen
     yield evaluator.state.metrics
@@ -139,7 +140,7 @@ def gan(study: Study) -> Iterator[Any]:
         d_prepare_batch=lambda batch, device, _: batch["image"].to(device),
     )  # fmt: skip
     trainer.run()
-    yield trainer.state.output
+    yield [trainer.state.output[key] for key in ("reals", "g_loss", "d_loss")]
     yield [*generator.state_dict().values(), *critic.state_dict().values()]
 
 
@@ -160,7 +161,7 @@ def summary(study: Study) -> Iterator[Any]:
     data = md.CacheDataset(study.items, mt.Compose(validation().transforms[:1]), progress=False)
     found = md.DatasetSummary(data, num_workers=0)
     found.calculate_statistics()
-    yield (found.get_target_spacing(), found.data_mean, found.data_std, found.data_max_percentile)
+    yield (found.get_target_spacing(), found.data_mean, found.data_std, found.data_max, found.data_min)
 
 
 @program("CacheDataset", "DataLoader", needs=("ignite",))

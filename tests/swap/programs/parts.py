@@ -28,10 +28,10 @@ def random_patches(study: Study) -> Iterator[Any]:
     volumes = md.Dataset(study.items, mt.Compose(loading()))
     crops = mt.RandSpatialCropSamplesd(KEYS, (8, 8, 8), 2, random_size=False)
     patches = md.PatchDataset(volumes, crops, samples_per_image=2, transform=mt.RandGaussianNoised("image", 0.5))
-    yield from md.DataLoader(patches, batch_size=3, shuffle=True)
+    yield from md.DataLoader(patches, batch_size=3)
 
 
-@program("ArrayDataset", "DataLoader", cached=False)
+@program("ArrayDataset", "DataLoader")
 def arrays(study: Study) -> Iterator[Any]:
     """Images and labels as lists of files, `ArrayDataset`."""
     steps = [
@@ -70,40 +70,59 @@ def slices(study: Study) -> Iterator[Any]:
     slices = mt.RandSpatialCropSamplesd(KEYS, (24, 20, 1), 3, random_size=False)
     flat = mt.Compose([mt.SqueezeDimd(KEYS, dim=-1), mt.RandRotated(KEYS, 0.3, prob=0.5)])
     model = net(dimensions=2)
-    for batch in md.DataLoader(md.PatchDataset(volumes, slices, 3, flat), batch_size=4, shuffle=True):
+    for batch in md.DataLoader(md.PatchDataset(volumes, slices, 3, flat), batch_size=4):
         yield batch
         yield model(batch["image"]).detach()
+
+
+def _patches(study: Study, *more: Any) -> Any:
+    """A dataset of patches of a slide."""
+    import tifffile
+
+    path = study.data / "slide.tiff"
+    if not path.exists():
+        pixels = np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8)
+        tifffile.imwrite(path, pixels, photometric="rgb", tile=(32, 32))
+    places = [{"image": str(path), "location": [20, 16 + i], "label": i % 2} for i in range(4)]
+    return md.PatchWSIDataset(places, 16, 0, mt.Compose([mt.ScaleIntensityd("image"), *more]), reader="tifffile")
 
 
 @program("PatchWSIDataset", "DataLoader", needs=("tifffile",))
 def slides(study: Study) -> Iterator[Any]:
     """Patches of a whole slide with their labels, `PatchWSIDataset`."""
-    import tifffile
+    yield from md.DataLoader(_patches(study), batch_size=2, shuffle=True)
 
-    path = study.scratch / "slide.tiff"
-    if not path.exists():
-        pixels = np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8)
-        tifffile.imwrite(path, pixels, photometric="rgb", tile=(32, 32))
-    places = [{"image": str(path), "location": [20, 16 + i], "label": i % 2} for i in range(4)]
-    steps = mt.Compose([mt.ScaleIntensityd("image"), mt.RandFlipd("image", prob=0.5)])
-    data = md.PatchWSIDataset(places, 16, 0, steps, reader="tifffile")
-    yield from md.DataLoader(data, batch_size=2, shuffle=True)
+
+@program(
+    "PatchWSIDataset",
+    "DataLoader",
+    differs="after `set_determinism` MONAI's seeds the transforms anew for each patch, and all patches get equal draws",
+    needs=("tifffile",),
+)
+def slides_that_draw(study: Study) -> Iterator[Any]:
+    """Patches of a whole slide, flipped at random."""
+    yield from md.DataLoader(_patches(study, mt.RandFlipd("image", prob=0.5)), batch_size=2, shuffle=True)
 
 
 @program("CacheDataset", "DataLoader")
 def inverse(study: Study) -> Iterator[Any]:
-    """Predictions back in the space of the files, `BatchInverseTransform` and `Invertd`."""
-    pipeline = mt.Compose([*validation().transforms, mt.RandFlipd(KEYS, prob=0.5), mt.RandZoomd(KEYS, prob=0.5)])
-    data = md.CacheDataset(study.items, pipeline, progress=False)
-    loader = md.DataLoader(data, batch_size=2)
-    back = mt.BatchInverseTransform(pipeline, loader)
-    invert = mt.Invertd("pred", pipeline, "image", nearest_interp=False, to_tensor=True)
+    """Predictions back in the space of the files, with `Invertd`."""
+    data = md.CacheDataset(study.items, validation(), progress=False)
+    invert = mt.Invertd("pred", data.transform, "image", nearest_interp=False, to_tensor=True)
     model = net()
     with torch.no_grad():
-        for batch in loader:
+        for batch in md.DataLoader(data, batch_size=2):
             batch["pred"] = model(batch["image"])
             yield [invert(one)["pred"] for one in md.decollate_batch(batch)]
-            yield back({key: batch[key] for key in KEYS})
+
+
+@program("CacheDataset", "DataLoader")
+def inverse_of_draws(study: Study) -> Iterator[Any]:
+    """Augmented batches back in the space of the files, with `BatchInverseTransform`."""
+    pipeline = mt.Compose([*validation().transforms, mt.RandFlipd(KEYS, prob=0.5), mt.RandZoomd(KEYS, prob=0.5)])
+    loader = md.DataLoader(md.CacheDataset(study.items, pipeline, progress=False), batch_size=2)
+    batches = list(loader)  # an inverse seeds the pipeline anew, and items that were read ahead are drawn already
+    yield from map(mt.BatchInverseTransform(pipeline, loader), batches)
 
 
 @program("CacheDataset", "DataLoader")
@@ -123,7 +142,7 @@ def saved(study: Study) -> Iterator[Any]:
 
 
 @program("TestTimeAugmentation", "Dataset", "DataLoader", cached=False)
-def test_time_augmentation(study: Study) -> Iterator[Any]:
+def augmentation_at_test_time(study: Study) -> Iterator[Any]:
     """Augmentation at test time, with the inverses of its draws."""
     found = validation()(study.items[0])
     pipeline = mt.Compose([mt.RandFlipd(KEYS, prob=0.5), mt.RandRotated(KEYS, 0.2, prob=0.5)])
