@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import monai.data as md
 import monai.transforms as mt
 import torch
-from monai.bundle import ConfigParser
+from monai.bundle import ConfigParser, ConfigWorkflow
 from monai.losses import DiceLoss
 
 from tests.swap.programs.loops import KEYS, net, training, validation
@@ -122,6 +123,37 @@ def bundle(study: Study) -> Iterator[Any]:
     yield list(parser.get_parsed_content("net").state_dict().values())
 
 
+@program("PersistentDataset", "DataLoader", needs=("ignite",))
+def bundle_workflow(study: Study) -> Iterator[Any]:
+    """A bundle's configuration in a file, run by `ConfigWorkflow`, with a cache on disk."""
+    transforms = [
+        {"_target_": "LoadImaged", "keys": KEYS, "ensure_channel_first": True},
+        {"_target_": "ScaleIntensityd", "keys": KEYS},
+        {"_target_": "RandSpatialCropd", "keys": KEYS, "roi_size": [16] * 3, "random_size": False},
+    ]
+    config = {
+        "data": {
+            "_target_": "PersistentDataset", "data": study.items, "cache_dir": str(study.scratch / "persistent"),
+            "transform": {"_target_": "Compose", "transforms": transforms},
+        },
+        "net": {"_target_": "AutoEncoder", "spatial_dims": 3, "in_channels": 1, "out_channels": 1, "channels": [4],
+                "strides": [2]},
+        "trainer": {
+            "_target_": "SupervisedTrainer", "device": "cpu", "max_epochs": 1, "network": "@net",
+            "train_data_loader": {"_target_": "DataLoader", "dataset": "@data", "batch_size": 2, "shuffle": True},
+            "optimizer": {"_target_": "torch.optim.Adam", "params": "$@net.parameters()"},
+            "loss_function": {"_target_": "torch.nn.MSELoss"},
+        },
+        "initialize": ["$monai.utils.set_determinism(0)"],
+        "run": ["$@trainer.run()", "$list(@net.state_dict().values())"],
+        "imports": ["$import monai"],
+    }  # fmt: skip
+    (study.scratch / "train.json").write_text(json.dumps(config))
+    workflow = ConfigWorkflow(str(study.scratch / "train.json"), workflow_type=None, logging_file=False)
+    workflow.initialize()
+    yield workflow.run()[1]
+
+
 @program("CacheDataset", "DataLoader", needs=("ignite",))
 def gan(study: Study) -> Iterator[Any]:
     """`GanTrainer`: a generator and a discriminator, in turns."""
@@ -144,7 +176,7 @@ def gan(study: Study) -> Iterator[Any]:
     yield [*generator.state_dict().values(), *critic.state_dict().values()]
 
 
-@program("Dataset", "DataLoader", cached=True)
+@program("Dataset", "DataLoader")
 def data_analyzer(study: Study) -> Iterator[Any]:
     """Auto3DSeg's analysis of the data, `DataAnalyzer`."""
     from monai.apps.auto3dseg import DataAnalyzer

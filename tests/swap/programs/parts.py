@@ -75,15 +75,20 @@ def slices(study: Study) -> Iterator[Any]:
         yield model(batch["image"]).detach()
 
 
-def _patches(study: Study, *more: Any) -> Any:
-    """A dataset of patches of a slide."""
+def _slide(study: Study) -> str:
+    """The path of a slide."""
     import tifffile
 
     path = study.data / "slide.tiff"
     if not path.exists():
         pixels = np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8)
         tifffile.imwrite(path, pixels, photometric="rgb", tile=(32, 32))
-    places = [{"image": str(path), "location": [20, 16 + i], "label": i % 2} for i in range(4)]
+    return str(path)
+
+
+def _patches(study: Study, *more: Any) -> Any:
+    """A dataset of patches of a slide."""
+    places = [{"image": _slide(study), "location": [20, 16 + i], "label": i % 2} for i in range(4)]
     return md.PatchWSIDataset(places, 16, 0, mt.Compose([mt.ScaleIntensityd("image"), *more]), reader="tifffile")
 
 
@@ -102,6 +107,15 @@ def slides(study: Study) -> Iterator[Any]:
 def slides_that_draw(study: Study) -> Iterator[Any]:
     """Patches of a whole slide, flipped at random."""
     yield from md.DataLoader(_patches(study, mt.RandFlipd("image", prob=0.5)), batch_size=2, shuffle=True)
+
+
+@program("SlidingPatchWSIDataset", "DataLoader", needs=("tifffile",))
+def whole_slide(study: Study) -> Iterator[Any]:
+    """Every patch of a slide, `SlidingPatchWSIDataset`."""
+    scale = mt.Compose(mt.ScaleIntensityd("image"))
+    slides = [{"image": _slide(study)}]
+    data = md.SlidingPatchWSIDataset(slides, 32, 0, overlap=0.5, transform=scale, reader="tifffile")
+    yield from md.DataLoader(data, batch_size=4)
 
 
 @program("CacheDataset", "DataLoader")
