@@ -267,8 +267,12 @@ BATCHES_WAITING = 2
 #: does the same twice would be run twice for ever.
 CHECKED_FORMS = 64
 
-#: Times running that a transform cannot be recorded until it is not tried again.
+#: Times running that a transform cannot be recorded until it is not tried again, and times that it draws from
+#: generators of the whole process until it is named.
 REFUSALS = 4
+
+#: Bools of voxels whose last values are kept for one pipeline as guesses, which go to a worker with each item.
+GUESSES = 256
 
 #: Default bound of the records in flight, unless three batches are more. Measured on an H100 with 74 MB records, see
 #: the README.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import gc
 import itertools
@@ -83,6 +84,7 @@ def interrupted(
         if event == n:
             raise KeyboardInterrupt
 
+    handled = sys.exc_info()[1]
     try:
         _stepped(work, files, event, strike)
     except KeyboardInterrupt:
@@ -91,7 +93,11 @@ def interrupted(
         if not isinstance(e.__context__, KeyboardInterrupt):
             raise
         return True
-    return False
+    else:
+        return False
+    finally:
+        # CPython 3.11 may still handle what an interrupted except clause did, and would keep all of its frames.
+        ctypes.pythonapi.PyErr_SetHandledException(ctypes.py_object(handled))
 
 
 def _stepped(

@@ -63,7 +63,7 @@ class Workers(Generic[T]):
 
     def __init__(self, work: Callable[[Any], T], num_workers: int, context: str | BaseContext | None = None) -> None:
         self.kind = "threads"
-        self.broken = False
+        self.broken = self._closed = False
         self._running: set[Future[T]] = set()
         self._executor: Executor
         self._work: Callable[[Any], T] = _run
@@ -137,11 +137,10 @@ class Workers(Generic[T]):
 
     def _settle(self, argument: Any, outer: Future[T], inner: Future[T]) -> None:
         self._running.discard(inner)
-        if inner.cancelled():
-            outer.set_exception(WorkerDied(f"the workers were closed before they came to {argument!r}"))
-            return
-        error = inner.exception()
-        if error is None:
+        error = BrokenProcessPool() if inner.cancelled() else inner.exception()
+        if isinstance(error, BrokenProcessPool) and self._closed:
+            outer.set_exception(WorkerDied(f"the workers were closed before they had done {argument!r}"))
+        elif error is None:
             outer.set_result(inner.result())
         else:
             outer.set_exception(self._died(error) if isinstance(error, BrokenProcessPool) else error)
@@ -150,15 +149,28 @@ class Workers(Generic[T]):
         self.broken = True
         died = WorkerDied(
             "a worker process was killed: by a signal, by the system when memory ran out, or by a crash in a library"
+            f"{self._ended()}"
         )
         died.__cause__ = error
         return died
 
+    def _ended(self) -> str:
+        """Which processes have ended, and how. Those that the executor has ended since are left out."""
+        processes = self._processes()
+        ended = wait([process.sentinel for process in processes], 0)
+        for process in processes:
+            if process.sentinel in ended:
+                process.join(_CLOSE_SECONDS)  # it is about to be
+        codes = [(process.pid, process.exitcode) for process in processes]
+        how = [f"process {pid}, {_how(code)}" for pid, code in codes if code not in (None, -signal.SIGTERM)]
+        return f" ({'; '.join(how)})" if how else ""
+
     def close(self) -> None:
         """Ends the workers at once and drops their calls. Threads finish the calls that they have begun."""
-        for future in list(self._running):
-            future.cancel()
+        self._closed = True
         if self._running:
+            # Not by cancel(): the executor's thread, which may have just found a worker dead, would end at a future
+            # that is cancelled meanwhile, and the calls after it would wait for ever.
             self._kill()
         processes, manager = self._processes(), getattr(self._executor, "_executor_manager_thread", None)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -178,6 +190,11 @@ class Workers(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _how(code: int | None) -> str:
+    """How a process ended, by its exit code."""
+    return next((one.name for one in signal.Signals if code == -one), f"exit code {code}")
 
 
 @contextmanager

@@ -9,26 +9,28 @@ generator of the whole process.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
-from monai.transforms import Randomizable
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base import stages
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Begun, Session
 from monai_gds.errors import FileChanged, NotSaved, UnsupportedType
-from monai_gds.pipeline.randomness import GLOBAL, put_back, seed_everything, seed_transforms, slots, state_of, states_at
+from monai_gds.pipeline.global_draws import process_states
+from monai_gds.pipeline.randomness import put_back, seed_everything, seed_transforms, slots, states_at
 from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.program import Asked, Program, tensors_in
 from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal, record_item
 from monai_gds.programs.replay import GuardFailed, replay
-from monai_gds.programs.trust import Trust
+from monai_gds.programs.trust import Made, Trust
 from monai_gds.records.pending import PendingItem, Volumes
 
 #: Seeds of an item: that of its epoch, and its position there.
@@ -44,7 +46,8 @@ class Answer(NamedTuple):
         program: what its first random transforms do; None if that must be found out on its voxels.
         refused: why not all of them are in the program.
         states: the states of the generators of the other transforms, by their place in the pipeline.
-        drew_globally: whether a transform drew from a generator of the whole process.
+        drawn: a digest of the states of those in the program, after it.
+        drew_globally: the numbers of the transforms that drew from generators of the whole process.
         plain: whether it is certain that the item has no tensors of the target but those in dicts and lists.
     """
 
@@ -53,7 +56,8 @@ class Answer(NamedTuple):
     program: Program | None = None
     refused: Refusal | None = None
     states: Mapping[str, Any] | None = None
-    drew_globally: bool = False
+    drawn: str = ""
+    drew_globally: tuple[int, ...] = ()
     plain: bool = False
 
 
@@ -95,18 +99,15 @@ def draw(
         return Answer(saved)
     split = session.split()
     seed_everything(split.steps(), *seed)
-    before = _states_of_process()
     stages.enter("random transforms", "recording")
+    drew: set[int] = set()
     try:
-        (program, refused), plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask)
+        recorded, plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask, drew)
     except RecordGone:
         return Answer(saved)
-    later = states_at(_slots_after(split, 0 if program is None else program.done))
-    return Answer(saved, key.digest, program, refused, later, _states_of_process() != before, plain)
-
-
-def _states_of_process() -> Any:
-    return states_at(GLOBAL), state_of(Randomizable.R)
+    done = 0 if recorded.program is None else recorded.program.done
+    later, drawn = states_at(_slots(split, done)), _digest(split, done)
+    return Answer(saved, key.digest, *recorded, later, drawn, tuple(sorted(drew)), plain)
 
 
 def _recorded(
@@ -117,24 +118,40 @@ def _recorded(
     most: int | None,
     guesses: Mapping[Asked, bool],
     ask: Callable[[Program], bytes] | None,
+    drew: set[int] | None = None,
 ) -> tuple[Recorded, bool]:
-    """What the transforms do, and whether the last one left no tensor of the target in metadata."""
+    """What the transforms do, and whether the last one left no tensor of the target in metadata.
+
+    Those that draw from generators of the whole process are added to ``drew``, by their numbers.
+    """
     steps, plain = split.steps(), False
 
-    def after(step: Callable[..., Any], item: Any) -> None:
+    def run(step: Callable[..., Any], item: Any) -> Any:
         nonlocal plain
+        before = None if drew is None else process_states()
+        try:
+            item = split.step(step, item)
+        finally:  # a transform that is refused may have drawn before
+            if drew is not None and process_states() != before:
+                drew.add(next(i for i, one in enumerate(steps) if one is step))
         if step is steps[-1]:  # here, where nobody waits
             reset_ops_id(item)
             plain = not any(hidden and is_ghost(tensor) for tensor, hidden in tensors_in(item))
+        return item
 
-    recorded = record_item(Recorder(lazy.later, target, guesses, ask), split, lazy, item, most, after)
+    recorded = record_item(Recorder(lazy.later, target, guesses, ask), split, lazy, item, most, run)
     return recorded, plain and recorded.refused is None
 
 
-def _slots_after(split: Split, done: int) -> dict[str, Any]:
-    """The generators of the steps after the first ``done``, by their places."""
+def _slots(split: Split, begin: int, end: int | None = None) -> dict[str, Any]:
+    """The generators of some steps, by their places."""
     steps = split.steps()
-    return {f"{i}.{name}": slot for i in range(done, len(steps)) for name, slot in slots(steps[i]).items()}
+    return {f"{i}.{name}": slot for i in range(len(steps))[begin:end] for name, slot in slots(steps[i]).items()}
+
+
+def _digest(split: Split, done: int) -> str:
+    """A digest of the random states of the first ``done`` steps. Those that share a generator with others have it."""
+    return blake2b(marshal.dumps(states_at(_slots(split, 0, done)), 0), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,7 +236,7 @@ class Programmed:
         try:
             item = replay(program, values, self._session.target())
         except GuardFailed as e:
-            self._trust.guesses |= e.found
+            self._trust.learn(e.found)
             return self._begin_whole().taken()[0], 0
         except RuntimeError as e:
             if isinstance(e, torch.OutOfMemoryError):
@@ -227,10 +244,11 @@ class Programmed:
             return self._begin_whole().taken()[0], 0  # if it is the transform's, it comes again
         self._session.runtime.misses.hit()
         self.plain = self._answer.plain
-        if self._trust.is_due(program) and not self._answer.drew_globally:
+        if self._trust.is_due(program) and not any(step < program.done for step in self._answer.drew_globally):
             self.plain = False
+            made = item, self._answer.drawn
             with suppress(RecordGone):
-                item = self._trust.compared(item, program, self._split.steps(), self._eagerly, self._again)
+                item = self._trust.compared(made, program, self._split.steps(), self._eagerly, self._again)
         return item, program.done
 
     def _rest(self, item: Any, done: int) -> Any:
@@ -240,8 +258,8 @@ class Programmed:
             self.plain = False
             seed_transforms(split.steps(), *self._seed)
             if done:
-                put_back(_slots_after(split, done), self._answer.states or {})
-            item = split.after(item, done)
+                put_back(_slots(split, done), self._answer.states or {})
+            item = self._session.runtime.global_draws.after(split, item, done)
             reset_ops_id(item)  # the user's own transforms must be able to invert the item
         return item
 
@@ -251,7 +269,7 @@ class Programmed:
             (self._whole,) = self._session.begin([self._index], whole=True)
         return self._whole
 
-    def _eagerly(self, count: int) -> Any:
+    def _eagerly(self, count: int) -> Made:
         """The item after the first ``count`` transforms, which run on its voxels."""
         seed_transforms(self._split.steps(), *self._seed)
         item = self._session.read(self._index)
@@ -259,9 +277,9 @@ class Programmed:
             raise RecordGone
         for step in self._split.steps()[:count]:
             item = self._split.step(step, item)
-        return item
+        return item, _digest(self._split, count)
 
-    def _again(self, count: int) -> Any:
+    def _again(self, count: int) -> Made | None:
         """The item after its first ``count`` transforms, recorded and replayed here; None if the record is gone."""
         session, split = self._session, self._split
         cache = session.cache()
@@ -274,5 +292,5 @@ class Programmed:
             program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
             values = None if program is None else lazy.read(program.boxes()).wait()
             if program is not None and values is not None:
-                return replay(program, values, session.target())
+                return replay(program, values, session.target()), _digest(split, count)
         return None

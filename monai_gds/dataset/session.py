@@ -39,6 +39,7 @@ from monai_gds.folder.writer import process_writer
 from monai_gds.keys.key import Key, Pipeline
 from monai_gds.keys.reads import reads_of
 from monai_gds.pipeline.ahead import drawn_ahead
+from monai_gds.pipeline.global_draws import GlobalDraws
 from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
 from monai_gds.pipeline.split import Split, before_cuda, uncached
@@ -63,8 +64,8 @@ class Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_form", "cache_owner", "helper", "hidden", "keys", "loops", "misses", "on_values", "owner",
-        "pipeline", "sent", "split", "uses", "warned_of_cpu",
+        "cache", "cache_form", "cache_owner", "global_draws", "helper", "hidden", "keys", "loops", "misses",
+        "on_values", "owner", "pipeline", "sent", "split", "uses", "warned_of_cpu",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -81,6 +82,7 @@ class Runtime:
         # Whose it is, and what computes items that this process must not.
         self.helper: tuple[Owner, Workers[Saved]] | None = None
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
+        self.global_draws = GlobalDraws()
         self.misses = Misses()
         self.warned_of_cpu = False
 
@@ -134,7 +136,7 @@ class Session(NamedTuple):
         runtime, transform = self.runtime, self.dataset.transform
         if runtime.split is None or runtime.split.compose is not transform:  # the first time, or it was replaced
             runtime.split, runtime.keys = Split(transform), None
-            runtime.on_values = {}  # of the transforms before
+            runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
             runtime.misses.warn_again()
             try:

@@ -42,6 +42,8 @@ def describe(session: Session) -> str:
         rows.append(("crops", drawn))
     if eager := _on_values(session):
         rows.append(("on values", eager))
+    if shared := session.runtime.global_draws.in_words():
+        rows.append(("draws", shared))
     if session.caches:
         rows.append(("records", _records(session)))
         rows.append(("pipeline", _pipeline(session)))
@@ -177,6 +179,8 @@ def _hit(session: Session, index: int, key: Key) -> list[str]:
         lines.append(f"  crops: {drawn}")
     if eager := _on_values(session):
         lines.append(f"  on values: {eager}")
+    if shared := session.runtime.global_draws.in_words():
+        lines.append(f"  draws: {shared}")
     for name in _arrays_read_whole(session, index):
         lines.append(
             f"  {name!r} is an array, so it is read whole for every crop: end the cached part with EnsureTyped"

@@ -85,13 +85,20 @@ class Programs:
         answer = self._crew.result(running, self._watch)
         if answer is None:
             raise LoopLeft
+        session, split = dataset.session, self._loops[dataset]
+        if running.foreseen and answer.digest not in ("", session.key(index).digest):
+            self._crew.again(running)  # a source was edited between the epochs
+            answer = self._crew.result(running, self._watch)
+            if answer is None:
+                raise LoopLeft
         answer.saved.note()
         trust = self._trusts[self._parts.index(dataset)]
-        session = dataset.session
         trust.note(answer.program, answer.refused)
         if answer.refused is not None:  # and not one that is not tried again
             session.runtime.on_values.setdefault(answer.refused.name, answer.refused.why)
-        return Programmed(session, self._loops[dataset], index, answer, seed, trust)
+        for step in answer.drew_globally:
+            session.runtime.global_draws.note(split, step)
+        return Programmed(session, split, index, answer, seed, trust)
 
     def warm(self) -> None:
         """Loads what the first items will need, while workers draw them."""

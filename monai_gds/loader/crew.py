@@ -31,7 +31,7 @@ from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Seed
 from monai_gds.errors import WorkerDied
 from monai_gds.loader.shared_memory import Arena, Arenas
-from monai_gds.loader.worker import BatchTask, ItemTask, Work, Worker
+from monai_gds.loader.worker import BatchTask, Guess, ItemTask, Work, Worker
 from monai_gds.pipeline.randomness import is_generator
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.replay import answered
@@ -94,6 +94,11 @@ class Running:
     generation: int  # of the processes that were given it
 
     @property
+    def foreseen(self) -> bool:
+        """Whether it was ordered before its epoch began."""
+        return isinstance(self.task, ItemTask) and self.task.guess is not None
+
+    @property
     def is_done(self) -> bool:
         """Whether its result can be had without waiting."""
         return self.answer.done()
@@ -121,6 +126,8 @@ class Crew:
         self._generation = 0
         self._lost = False  # whether one was killed in this epoch
         self._ahead: dict[tuple[int, int, Seed], Running] = {}  # items of the next epoch, as far as it is foreseen
+        self._guesses = 0  # how often it was
+        self._wrong: Arena | None = None  # the number of the last guess that was wrong
         #: Where answers of this epoch are told, and that its loop was left. Another epoch has another one.
         self.news: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._answers: Answers | None = None
@@ -144,7 +151,8 @@ class Crew:
                 pickled = pickled_work(work)
             except ValueError:  # forked processes have it without that
                 return False
-            self._ahead, self._splits, self._answers = {}, None, None
+            self._give_up_guess()
+            self._splits = self._answers = None
             self._work, self._mark = work, mark
             self._memory = Arena(len(pickled))
             self._memory.memory[:] = bytearray(pickled)
@@ -162,12 +170,26 @@ class Crew:
         return Running(task, self._workers.submit(task), self._generation)
 
     def take(self, task: ItemTask) -> Running:
-        """Has an item drawn, unless it is already."""
-        return self._ahead.pop((task.part, task.number, task.seed), None) or self.submit(task)
+        """Has an item drawn, unless it is already. If another one was foreseen, those are given up."""
+        running = self._ahead.pop((task.part, task.number, task.seed), None)
+        if running is None:
+            self._give_up_guess()
+        return running or self.submit(task)
 
     def go_on(self, tasks: Iterable[ItemTask]) -> None:
         """Has items drawn that the next epoch will order, if it is the one that is foreseen."""
-        self._ahead = {(task.part, task.number, task.seed): self.submit(task) for task in tasks}
+        self._wrong = self._wrong or Arena(8)
+        self._guesses += 1
+        guess = Guess(self._guesses, self._wrong.place)
+        self._ahead = {(t.part, t.number, t.seed): self.submit(t._replace(guess=guess)) for t in tasks}
+
+    def again(self, running: Running) -> None:
+        """Has a task done once more."""
+        task = running.task
+        if isinstance(task, ItemTask):
+            task = task._replace(guess=None)
+        once_more = self.submit(task)
+        running.task, running.answer, running.generation = once_more.task, once_more.answer, once_more.generation
 
     def result(self, running: Running, watch: Watch | None) -> Any:
         """What a task gave; None if the loop was left meanwhile. Raises what the task raised, or WorkerDied."""
@@ -185,8 +207,10 @@ class Crew:
                     if self._lost:
                         raise
                     self._replace()
-                again = self.submit(running.task)
-                running.answer, running.generation, running.task = again.answer, again.generation, again.task
+                self.again(running)
+                continue
+            if found is None:  # it was foreseen, taken, and given up with those that were not
+                self.again(running)
                 continue
             if measurements is not None and watch is not None:
                 watch.add(measurements)
@@ -198,6 +222,13 @@ class Crew:
             self._workers.close()
             for part in self._work.parts:
                 part.tidy()
+
+    def _give_up_guess(self) -> None:
+        """Has workers leave out what was foreseen and they have not begun. They have it in their queue already."""
+        if self._ahead:
+            self._ahead = {}
+            if self._wrong is not None:
+                self._wrong.memory[:] = list(self._guesses.to_bytes(8, "little"))
 
     def _replace(self) -> None:
         self._lost = True

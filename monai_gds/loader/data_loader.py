@@ -192,9 +192,11 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if self._epoch is None:
             raise RuntimeError("no epoch has begun: iterate over the loader first")
         records = self.num_workers and self.programs != "off"
-        found = [part.session.runtime.on_values for part in gds_datasets(self.dataset)] if records else []
+        runtimes = [part.session.runtime for part in gds_datasets(self.dataset)]
+        found = [runtime.on_values for runtime in runtimes] if records else []
+        drew = filter(None, (runtime.global_draws.in_words() for runtime in runtimes))
         skipped = () if self.skipping is None else self.skipping.failed
-        return self._epoch.stats(dict(chain.from_iterable(one.items() for one in found)), skipped)
+        return self._epoch.stats(dict(chain.from_iterable(one.items() for one in found)), "; ".join(drew), skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop that was begun last: after the last batch that it gave.

@@ -190,6 +190,6 @@ class WorkerBatches:
         with naming(index, dataset.data[index]):
             seed_transforms(split.steps(), drawn.seed, drawn.first + number)
             with self._around.applied():
-                item = split.after(item, done)
+                item = dataset.session.runtime.global_draws.after(split, item, done)
         reset_ops_id(item)  # the user's own transforms must be able to invert the item
         return item

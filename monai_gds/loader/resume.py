@@ -170,8 +170,9 @@ class Later(Iterator[Any]):
         self._lock = threading.RLock()
 
     def __next__(self) -> Any:
-        with suppress(IndexError):
-            return self._again.popleft()
+        if self._times > 1:  # workers that are forked now would inherit the error, and name it as a cause of theirs
+            with suppress(IndexError):
+                return self._again.popleft()
         try:
             with nullcontext() if self._epoch is None else self._epoch.consumer_waits():
                 if self._batches is None:

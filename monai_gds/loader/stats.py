@@ -74,6 +74,7 @@ class Stats:
         in_workers: whether worker processes ran the random transforms, or drew them.
         on_values: the first transforms that no program could hold, and why. With those after them they ran in the
             loader's thread.
+        global_draws: which transforms drew from generators of the whole process, in words; empty if none was seen to.
         skipped: items that could not be made, for which others came.
     """
 
@@ -89,6 +90,7 @@ class Stats:
     nbytes: int
     in_workers: bool = False
     on_values: Mapping[str, str] = field(default_factory=dict)
+    global_draws: str = ""
     skipped: tuple[FailedItem, ...] = ()
 
     @property
@@ -151,6 +153,7 @@ class Stats:
         if self.saving_behind:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
         lines += [f"on values from {name} on: {why}" for name, why in self.on_values.items()]
+        lines += [self.global_draws] if self.global_draws else []
         lines += [f"skipped item {one.index} ({one.path}): {one.error}" for one in self.skipped]
         return "\n".join([*lines, self.advice])
 
@@ -180,7 +183,7 @@ class MeasuredEpoch:
             self.waiting += now - asked
             self.seconds = now - self.began
 
-    def stats(self, on_values: Mapping[str, str], skipped: tuple[FailedItem, ...] = ()) -> Stats:
+    def stats(self, on_values: Mapping[str, str], global_draws: str, skipped: tuple[FailedItem, ...]) -> Stats:
         """What was measured so far. For the arguments see :class:`Stats`."""
         seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
         behind = seconds.pop(("saving", "in the background"), 0.0)
@@ -202,5 +205,6 @@ class MeasuredEpoch:
             nbytes=counts.get("bytes", 0),
             in_workers=self.watch.in_workers,
             on_values=on_values,
+            global_draws=global_draws,
             skipped=skipped,
         )

@@ -57,6 +57,13 @@ class Broken(NamedTuple):
     why: str
 
 
+class Guess(NamedTuple):
+    """Which items the next epoch will order. In the memory is the number of the last guess that was wrong."""
+
+    number: int
+    place: Place
+
+
 class ItemTask(NamedTuple):
     """One item, whose random transforms are to be recorded."""
 
@@ -68,6 +75,7 @@ class ItemTask(NamedTuple):
     address: str  # of who computes numbers on the target
     measured: bool
     work: Place | None = None
+    guess: Guess | None = None  # by which it was ordered; None: the epoch ordered it
 
 
 class Worker:
@@ -77,7 +85,7 @@ class Worker:
         self._given = work
         self._work: Work | None = None
         self._number = -1  # of the work that came later
-        self._mapped = Mapped()
+        self._mapped, self._of_guesses = Mapped(), Mapped()
 
     def __call__(self, task: BatchTask | ItemTask) -> tuple[Any, Measurements | None]:
         watch = Watch() if task.measured else None
@@ -85,10 +93,16 @@ class Worker:
             done = self._drawn(task) if isinstance(task, ItemTask) else self._packed(task)
         return done, None if watch is None else watch.take()
 
-    def _drawn(self, task: ItemTask) -> Answer:
+    def _drawn(self, task: ItemTask) -> Answer | None:
+        if task.guess is not None and self._is_wrong(task.guess):
+            return None
         work = self._work_of(task.work)
         asked = partial(ask, task.address)
         return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses, asked)
+
+    def _is_wrong(self, guess: Guess) -> bool:
+        room = self._of_guesses.room(guess.place, {guess.place.number})
+        return room is not None and int.from_bytes(room, "little") >= guess.number
 
     def _packed(self, task: BatchTask) -> Packed | Broken:
         work = self._work_of(task.work)

@@ -164,7 +164,7 @@ class RecordGone(Exception):
 
 def record_item(
     recorder: Recorder, split: Split, lazy: PendingItem, item: Any, most: int | None = None,
-    after: Callable[[Callable[..., Any], Any], None] = lambda step, item: None,
+    run: Callable[[Callable[..., Any], Any], Any] | None = None,
 ) -> Recorded:  # fmt: skip
     """Records the random transforms of an item whose record may have indices of its labels.
 
@@ -174,7 +174,7 @@ def record_item(
         lazy: the record.
         item: the dataset's own item.
         most: how many transforms to record at most.
-        after: called with each transform and what it gave.
+        run: runs one of the transforms on an item; by default, the split does.
 
     Raises:
         RecordGone: the record cannot be used.
@@ -190,9 +190,7 @@ def record_item(
 
     def apply(step: Callable[..., Any], item: Any) -> Any:
         with standing_in(step, item, runs_of):
-            item = split.step(step, item)
-        after(step, item)
-        return item
+            return (run or split.step)(step, item)
 
     def make(ghosts: Mapping[str, Tensor]) -> Any:
         found = lazy.wait(item, ghosts)

@@ -1,16 +1,17 @@
 """Which programs are trusted. Nothing proves that a program is what transforms do on voxels, so it is tried.
 
 The operations of a transform are its form. A program with a form that was not met before is also run eagerly, and the
-two results are compared bit for bit, with their metadata. If they differ, recording ends before the first transform
-that makes them differ, from then on. Used by the loader's process; the items are made by the dataset.
+two results are compared bit for bit, with their metadata and with the random states that they leave. If they differ,
+recording ends before the first transform that makes them differ, from then on. Used by the loader's process; the items
+are made by the dataset.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from monai_gds import limits
 from monai_gds.errors import CacheWarning
 from monai_gds.programs.program import Program
 from monai_gds.programs.recorder import Refusal
+
+#: An item after some transforms, and a digest of the random states of these.
+Made: TypeAlias = "tuple[Any, str]"
 
 
 class Trust:
@@ -63,32 +67,43 @@ class Trust:
         new = not self._met.issuperset(enumerate(program.form))
         return self._checks_all or (new and len(self._met) < limits.CHECKED_FORMS)
 
+    def learn(self, found: Mapping[tuple[int, int], bool]) -> None:
+        """Notes what bools were found to be. A transform that asks for too many is not recorded any more."""
+        self.guesses |= found
+        if len(self.guesses) > limits.GUESSES:
+            asks = Counter(step for step, _ in self.guesses)
+            step = max(asks, key=asks.__getitem__)
+            self.most = step if self.most is None else min(self.most, step)
+            self.guesses = {place: guess for place, guess in self.guesses.items() if place[0] < self.most}
+
     def compared(
-        self, item: Any, program: Program, steps: Sequence[Any], eagerly: Callable[[int], Any],
-        again: Callable[[int], Any],
+        self, made: Made, program: Program, steps: Sequence[Any], eagerly: Callable[[int], Made],
+        again: Callable[[int], Made | None],
     ) -> Any:  # fmt: skip
         """The item if it is what the eager run gives; else the item of that run, with a warning.
 
         Args:
-            item: what the program gave.
+            made: what the program gave.
             program: the program.
             steps: the random transforms.
             eagerly: makes the item after a number of transforms, eagerly.
-            again: makes the item after a number of transforms, by a program of only these.
+            again: makes the item after a number of transforms, by a program of only these; None if that is impossible.
         """
         expected = eagerly(program.done)
-        if same(item, expected):
-            self._met.update(enumerate(program.form))
-            return item
+        if same(made, expected):
+            if not self._checks_all:
+                self._met.update(enumerate(program.form))
+            return made[0]
         self.most = next((n for n in range(program.done) if not same(again(n + 1), eagerly(n + 1))), 0)
         name = type(steps[self.most]).__name__
+        what = "draws other numbers" if same(made[0], expected[0]) else "gives other values"
         warnings.warn(
-            f"{name} gives other values by its program than by itself, so it and what comes after it are run on the "
-            "voxels in the loader's thread from now on. Batches are right. Please report the transform",
+            f"{name} {what} by its program than by itself, so it and what comes after it are run on the voxels in the "
+            "loader's thread from now on. Batches are right. Please report the transform",
             CacheWarning,
             stacklevel=8,
         )
-        return expected
+        return expected[0]
 
 
 def same(a: Any, b: Any) -> bool:

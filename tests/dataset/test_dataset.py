@@ -1114,7 +1114,7 @@ def test_is_a_persistent_dataset_with_monais_signature(tmp_path: Path) -> None:
     assert set(inspect.signature(PersistentDataset.__init__).parameters) <= set(ours)
     own = (
         "backend", "backend_options", "root", "version", "compression", "max_bytes", "local_dir", "populate",
-        "options",
+        "strict", "options",
     )  # fmt: skip
     assert tuple(n for n in ours if ours[n].kind is inspect.Parameter.KEYWORD_ONLY) == own
     assert issubclass(GDSDataset, PersistentDataset)

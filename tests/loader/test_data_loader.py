@@ -995,7 +995,7 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path: Path) -> None:
 
 def test_what_a_worker_cannot_save_is_left_to_the_loaders_process(tmp_path: Path) -> None:
     dataset = GDSDataset([{"x": 1}], mt.Compose([mt.Lambda(lambda d: {"odd": object()})]), tmp_path, device="cpu")
-    answer = draw(dataset.session.for_worker(loads="programs"), 0, (0, 0), torch.device("cpu"), None, {})
+    answer = draw(dataset.session.for_worker(loads="programs"), 0, (0, 0), torch.device("cpu"), None, {}, None)
     assert answer.saved.how == "busy" and answer.program is None
     with pytest.warns(CacheWarning, match="computed in every epoch"):
         (batch,) = GDSDataLoader(dataset, 1, programs="check", collate_fn=list)

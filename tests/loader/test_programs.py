@@ -24,8 +24,20 @@ from monai_gds.dataset import programmed
 from monai_gds.loader.crew import Crew
 from monai_gds.loader.next_epoch import foreseen
 from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
+from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.recorder import Recorded
 from tests.fresh import printed_by
+from tests.programs.test_recorder import (
+    RECORDED,
+    REFUSED,
+    Own,
+    drawn_before,
+    drawn_in_place,
+    drawn_there,
+    globally_drawn,
+    network,
+    own_generator,
+)
 from tests.same import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_loop_is_left")
@@ -102,6 +114,24 @@ class DrawsGlobally(mt.RandomizableTransform):
 
     def __call__(self, data: Any) -> Any:
         return {**data, "image": data["image"] + float(np.random.rand()) + float(torch.rand(()))}
+
+
+class InNumpyGlobally(mt.RandomizableTransform):
+    """Cannot be recorded, and draws from a generator of the whole process."""
+
+    def __call__(self, data: Any) -> Any:
+        image = data["image"].cpu().numpy()
+        return {**data, "image": torch.from_numpy(image * np.float32(np.random.rand()))}
+
+
+class DrawsMore(mt.RandomizableTransform):
+    """Draws a number more where it is recorded."""
+
+    def __call__(self, data: Any) -> Any:
+        factor = self.R.rand()
+        if is_ghost(data["image"]):
+            self.R.rand()
+        return {**data, "image": data["image"] * factor}
 
 
 class Odd(mt.RandomizableTransform):
@@ -211,6 +241,36 @@ def test_they_do_not_depend_on_the_number_of_workers_nor_on_how_these_begin(make
     assert_same(epochs(make(*crops()), 2, multiprocessing_context="forkserver"), expected)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_no_pipeline_depends_on_who_makes_its_items(make: Make, pipeline: str) -> None:
+    expected = epochs(make(*PIPELINES[pipeline]()), 1)
+    for num_workers, context in ((3, "fork"), (8, "fork"), (2, "forkserver"), (2, "spawn")):
+        dataset = make(*PIPELINES[pipeline]())
+        assert_same(epochs(dataset, num_workers, multiprocessing_context=context), expected)
+    assert_same(resumed(make(*PIPELINES[pipeline]()), make(*PIPELINES[pipeline]()), 1), expected)
+
+
+#: Users' own transforms whose numbers belong to their item: not those that draw from generators of the process, or
+#: that go on from item to item.
+OWN = [
+    *(f for f in RECORDED if f not in (network, own_generator, globally_drawn)),
+    *(f for f in REFUSED if f not in (drawn_before, drawn_there, drawn_in_place)),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", OWN)
+def test_ones_own_transforms(make: Make, function: Any, eagerly: Any) -> None:
+    def dataset() -> GDSDataset:
+        return make(mt.RandSpatialCropSamplesd(KEYS, (18, 17, 16), 1), Own(function), mt.RandFlipd(KEYS, 0.5, 1))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        found = epochs(dataset(), 8)
+    assert_same(eagerly(dataset()), found)
+
+
 def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) -> None:
     noise = [{"image": torch.randint(0, 4, (1, 224, 224, 224), dtype=torch.uint8)}]
     transform = mt.Compose([mt.EnsureTyped("image"), mt.RandSpatialCropd("image", (8, 8, 8))])
@@ -264,6 +324,20 @@ def process_states() -> Any:
     return states_at(GLOBAL), state_of(mt.Randomizable.R)
 
 
+def test_transforms_that_draw_from_generators_of_the_process_are_named(make: Make) -> None:
+    """Those that a worker records at once, the others after some items."""
+    dataset = make(*crops(), DrawsGlobally())
+    loader = load(dataset, 2, stats=True)
+    list(loader)
+    for shown in (dataset.explain(0), str(dataset), str(loader.stats())):
+        assert "DrawsGlobally drew from generators of the whole process" in shown
+    dataset = make(*crops(), InNumpyGlobally(), mt.RandFlipd(KEYS, prob=0.5))
+    list(load(dataset, 2))
+    assert "InNumpyGlobally drew" in dataset.explain(0)
+    assert "RandFlipd" not in dataset.session.runtime.global_draws.names
+    assert "whole process" not in make(*crops(), InNumpy()).explain(0)
+
+
 def test_the_users_transforms_invert_what_programs_did(make: Make) -> None:
     dataset = make(mt.RandFlipd("image", prob=1.0, spatial_axis=1))
     for n, batch in enumerate(load(dataset, batch_size=1)):
@@ -311,17 +385,21 @@ def test_the_processes_stay_and_see_what_changed(make: Make) -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_an_epoch_goes_on_where_it_was_in_another_loader(make: Make, taken: int) -> None:
-    expected = epochs(make(*crops()), 2)
+    assert_same(resumed(make(*crops()), make(*crops()), taken), epochs(make(*crops()), 2))
+
+
+def resumed(dataset: GDSDataset, other: GDSDataset, taken: int) -> list[Any]:
+    """Two epochs, which another loader goes on with after some batches."""
     set_determinism(3)
-    loader = load(make(*crops()), 2, shuffle=True)
+    loader = load(dataset, 2, shuffle=True)
     loop = iter(loader)
     found = [next(loop) for _ in range(taken)]
     state = loader.state_dict()
     del loop
     set_determinism(99)
-    again = load(make(*crops()), 3, shuffle=True)
+    again = load(other, 3, shuffle=True)
     again.load_state_dict(state)
-    assert_same([found + list(again), list(again)], expected)
+    return [found + list(again), list(again)]
 
 
 def test_a_lazy_pipeline_applies_its_last_operations(make: Make, target: str) -> None:
@@ -414,6 +492,13 @@ def test_a_program_that_is_wrong_is_found_out(make: Make, monkeypatch: pytest.Mo
         found = epochs(make(*crops()))
     assert len([one for one in told if "by its program" in str(one.message)]) == 1
     assert_same(found, expected)
+
+
+def test_a_transform_that_draws_other_numbers_where_it_is_recorded_is_found_out(make: Make) -> None:
+    steps = [mt.RandSpatialCropd(KEYS, (32, 32, 32)), DrawsMore(), mt.RandFlipd(KEYS, prob=0.5)]
+    with pytest.warns(CacheWarning, match="DrawsMore draws other numbers by its program"):
+        found = epochs(make(*steps), 2)
+    assert_same(found, epochs(make(*steps), programs="off"))
 
 
 def test_a_record_that_is_gone_or_damaged_meanwhile_is_made_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,7 @@ def drawn_there(self: Own, x: Any) -> Any:
 
 
 def drawn_in_place(self: Own, x: Any) -> Any:
-    return x + torch.empty(3, device=x.device).expand(2, 3).sum() * 0 + x.clone().normal_()
+    return x + torch.zeros(3, device=x.device).expand(2, 3).sum() + x.clone().normal_()
 
 
 def kept_in_a_list(self: Own, x: Any) -> Any:

@@ -1,0 +1,330 @@
+"""Worker processes of a loader that are killed, interrupted, wrong about the next epoch, or in a loop that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import monai.transforms as mt
+import pytest
+import torch
+from monai.utils import set_determinism
+
+from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
+from monai_gds.dataset import programmed
+from monai_gds.loader import ahead, crew, data_loader, hand_over, next_epoch, on_values, resume, worker
+from monai_gds.loader.crew import Crew
+from monai_gds.programs import recorder
+from tests.fresh import printed_by
+from tests.interrupts import interrupted
+from tests.loader.test_programs import KEYS, Volume
+from tests.same import assert_same
+
+COUNT = 3
+PROGRAMS = ["check", "off"]
+
+
+class Quick(Volume):
+    """As small as a volume in tiles can be."""
+
+    def __call__(self, n: int) -> dict[str, Any]:
+        found = super().__call__(n)
+        return {**found, **{key: found[key][:, :65, :65, :65] for key in KEYS}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    set_determinism(None)
+    gc.collect()
+    assert not left()
+
+
+def left() -> list[object]:
+    """Threads of loops and processes that are still there after a while."""
+    end = time.monotonic() + 20
+    while True:
+        threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
+        found = [*threads, *multiprocessing.active_children()]
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.01)
+
+
+def make(folder: Path, *random: Any) -> GDSDataset:
+    transform = mt.Compose([Quick(), *(random or (mt.RandSpatialCropd(KEYS, (32, 32, 32)), mt.RandFlipd(KEYS, 0.5)))])
+    return GDSDataset(list(range(COUNT)), transform, folder / "cache", device="cpu")
+
+
+def load(dataset: GDSDataset, programs: str = "check", **settings: Any) -> GDSDataLoader:
+    set_determinism(3)
+    return GDSDataLoader(dataset, 2, **{"batch_size": 1, "shuffle": True, "programs": programs, **settings})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills
+
+
+def killing(monkeypatch: pytest.MonkeyPatch, place: int, kills: Path, times: int) -> None:
+    """Has a worker kill itself at the n-th function that it enters for a task; and one of those started after that."""
+    call, start = worker.Worker.__call__, Crew._start
+    files = (worker.__file__, programmed.__file__, recorder.__file__)
+    generations: list[Crew] = []
+
+    def started(self: Crew) -> Any:
+        generations.append(self)
+        return start(self)
+
+    def traced(self: Any, task: Any) -> Any:
+        left, kill = itertools.count(place, -1), kills / str(len(generations))
+
+        def count(frame: FrameType, event: str, arg: Any) -> None:
+            if event == "call" and frame.f_code.co_filename in files and next(left) == 1 and len(generations) <= times:
+                with contextlib.suppress(FileExistsError):
+                    kill.touch(exist_ok=False)
+                    kill.write_text(str(os.getpid()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(count)
+        try:
+            return call(self, task)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Crew, "_start", started)
+    monkeypatch.setattr(worker.Worker, "__call__", traced)
+
+
+def places(tmp_path: Path, stride: int) -> Iterator[tuple[int, Path]]:
+    for n in itertools.count(1, stride):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        yield n, folder
+
+
+@pytest.mark.parametrize(
+    ("programs", "stride"),
+    [("check", 23), ("off", 4), *(pytest.param(programs, 1, marks=pytest.mark.long) for programs in PROGRAMS)],
+)
+def test_a_worker_that_is_killed_at_any_step_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: str, stride: int
+) -> None:
+    expected = list(load(make(tmp_path), programs))
+    for n, folder in places(tmp_path, stride):
+        with monkeypatch.context() as patch:
+            killing(patch, n, folder, 1)
+            assert_same(list(load(make(folder), programs)), expected)
+        if not (folder / "1").exists():
+            break
+    assert n > (40 if programs == "check" else 7)
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+def test_a_second_kill_is_an_error_that_names_worker_and_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: str
+) -> None:
+    for n, folder in itertools.islice(places(tmp_path, 2), 3):
+        with monkeypatch.context() as patch:
+            killing(patch, n, folder, 2)
+            with pytest.raises(WorkerDied, match="SIGKILL") as died:
+                list(load(make(folder), programs))
+        assert f"(process {(folder / '2').read_text()}, SIGKILL)" in str(died.value)
+        assert "item" in "".join(traceback.format_exception(died.value))
+        assert len(list(load(make(folder), programs))) == COUNT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ctrl-C, and loops that are left
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("stride", [61, pytest.param(3, marks=pytest.mark.long)])
+def test_ctrl_c_at_any_place_of_an_epoch(tmp_path: Path, programs: str, stride: int) -> None:
+    files = [module.__file__ for module in (data_loader, hand_over, ahead, resume, crew, next_epoch, on_values)]
+    dataset = make(tmp_path)
+    expected = list(load(dataset, programs))
+    loader = load(dataset, programs)
+    for n in itertools.count(1, stride):  # the first epoch of a loader, and one that has its processes
+        set_determinism(3)
+        begun = interrupted(n, partial(list, loader), files, "check")
+        set_determinism(3)
+        assert_same(list(loader), expected)
+        if n % 2:
+            loader = load(dataset, programs)
+        if not begun:
+            break
+    print(n, "places")
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+def test_a_loop_that_is_left_at_any_batch(tmp_path: Path, programs: str) -> None:
+    loader = load(make(tmp_path), programs)
+    for taken in range(COUNT + 1):
+        loop = iter(loader)
+        for _ in range(taken):
+            next(loop)
+        del loop
+        assert len(list(loader)) == COUNT
+    loader.idle.clear()
+
+
+class Fails(mt.RandomizableTransform):
+    """Raises an error of a kind of its own, for one item."""
+
+    def __call__(self, data: Any) -> Any:
+        if data["n"] == 1:
+            raise ArithmeticError("too bright")
+        return data
+
+
+def failure(dataset: GDSDataset, num_workers: int) -> list[str]:
+    """The errors of an epoch, each with its notes."""
+    with pytest.raises(RuntimeError) as found:
+        list(GDSDataLoader(dataset, num_workers, batch_size=1, programs="check"))
+    chain: list[BaseException] = []
+    error: BaseException | None = found.value
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__
+    lines = [f"{type(one).__name__} {one} {getattr(one, '__notes__', '')}" for one in chain]
+    return [re.sub("0x[0-9a-f]+", "", line) for line in lines]
+
+
+def test_an_error_while_a_transform_is_recorded_is_that_of_the_eager_run(tmp_path: Path) -> None:
+    dataset = make(tmp_path, mt.RandSpatialCropd(KEYS, (32, 32, 32)), Fails(), mt.RandFlipd(KEYS, 0.5))
+    expected = failure(dataset, 0)
+    assert "ArithmeticError too bright" in expected[-1] and "item 1" in expected[0]
+    assert failure(dataset, 2) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The next epoch
+
+
+class Slow(mt.RandomizableTransform):
+    """Notes each item that a worker draws."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes, self.here = notes, os.getpid()
+
+    def __call__(self, data: Any) -> Any:
+        if os.getpid() != self.here:
+            with self.notes.open("a") as file:
+                file.write(f"{data['n']}\n")
+            time.sleep(0.3)
+        return data
+
+
+def crew_of(loader: GDSDataLoader) -> Crew:
+    (found,) = loader.idle
+    return found
+
+
+def test_what_was_foreseen_wrongly_is_not_drawn(tmp_path: Path) -> None:
+    """Four items are foreseen, of which the workers begin two. Then they do four, and foresee four."""
+    notes = tmp_path / "notes"
+    dataset = make(tmp_path, mt.RandSpatialCropd(KEYS, (32, 32, 32)), Slow(notes))
+    dataset.set_data(list(range(4)))
+    loader = load(dataset, batch_size=4)
+    list(loader)
+    notes.write_text("")
+    assert len(crew_of(loader)._ahead) == 4
+    torch.manual_seed(99)  # as a training does that draws
+    found = list(loader)
+    assert len(notes.read_text().split()) <= 4 + 2 + 4, "the epoch that was foreseen was drawn all the same"
+    torch.manual_seed(99)
+    assert_same(found, list(GDSDataLoader(dataset, 2, batch_size=4, shuffle=True, programs="check")))
+
+
+def test_an_item_that_is_taken_and_then_given_up_is_drawn_again(tmp_path: Path) -> None:
+    """The order turns out another one after it was taken, and no worker had begun it."""
+    expected = [list(loader) for loader in [load(make(tmp_path))] for _ in range(2)]
+    loader = load(make(tmp_path))
+    assert_same(list(loader), expected[0])
+    found = crew_of(loader)
+    for running in found._ahead.values():
+        running.answer.result(20)
+    again = [running.task._replace(seed=running.task.seed) for running in found._ahead.values()]
+    found._wrong.memory[:] = 255
+    found._ahead = {key: found.submit(task) for key, task in zip(found._ahead, again, strict=True)}
+    assert_same(list(loader), expected[1])
+
+
+class Read(mt.Transform):
+    """Reads an item's file."""
+
+    def __call__(self, item: Any) -> dict[str, Any]:
+        image = torch.full((1, 72, 72, 72), float(Path(item["path"]).read_text()))
+        return {"image": image, "path": item["path"]}
+
+
+def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [{"path": str(tmp_path / f"{n}.txt")} for n in range(COUNT)]
+    for item in items:
+        Path(item["path"]).write_text("1")
+    transform = mt.Compose([Read(), mt.RandSpatialCropd("image", (32, 32, 32))])
+    loader = load(GDSDataset(items, transform, tmp_path / "cache", device="cpu"))
+    done_again: list[object] = []
+    again = Crew.again
+    monkeypatch.setattr(Crew, "again", lambda self, running: (done_again.append(running), again(self, running)))
+    for _ in range(2):
+        assert {float(batch["image"].max()) for batch in loader} == {1.0}
+    assert crew_of(loader)._ahead and not done_again
+    for running in crew_of(loader)._ahead.values():
+        running.answer.result(20)
+    for item in items:
+        Path(item["path"]).write_text("22")
+    assert {float(batch["image"].max()) for batch in loader} == {22.0}
+    assert done_again
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Thousands of epochs
+
+EPOCHS = """
+import gc, os, sys, threading
+from pathlib import Path
+import tests.loader.test_crew as t
+loader = t.load(t.make(Path(sys.argv[1])), programs=sys.argv[3])
+for n in range(10):
+    for k in range(int(sys.argv[2])):
+        loop = iter(loader)
+        for _ in range(t.COUNT):
+            next(loop)
+        if k % 50 == 7:  # left before it gave its last batch
+            loop = iter(loader)
+            next(loop)
+        del loop
+    gc.collect()
+    status = open("/proc/self/status").read()
+    anonymous = int(status.split("RssAnon:")[1].split()[0]) >> 10
+    processes = len(t.multiprocessing.active_children())
+    print(anonymous, len(os.listdir("/proc/self/fd")), threading.active_count(), processes)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("programs", PROGRAMS)
+def test_two_thousand_epochs_leave_nothing(tmp_path: Path, programs: str) -> None:
+    """Memory in MB, descriptors, threads and processes."""
+    lines = printed_by(EPOCHS, str(tmp_path), "200", programs, timeout=1200).splitlines()
+    use = [[int(number) for number in line.split()] for line in lines]
+    assert len(use) == 10
+    first, last = use[2], use[-1]
+    assert last[0] < first[0] + 48, use
+    assert all(now <= before + 2 for now, before in zip(last[1:], first[1:], strict=True)), use
