@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from monai.data import CSVDataset, ImageDataset
-from monai.transforms import Compose, Transform
+from monai.transforms import Compose, LazyTrait, Transform
 
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.settings import check_data, check_transforms
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import Split, loaded_keys
-from monai_gds.swap.stand_in import StandIn, divided
+from monai_gds.swap.stand_in import StandIn, divided, warn
 
 
 class Plain(StandIn):
@@ -23,16 +23,31 @@ def gains(data: Any, transform: Any) -> bool:
     """Whether a ``Dataset`` gains by a cache: its deterministic transforms load files, and write none.
 
     What is in memory already, such as a list of arrays or of predictions, is faster there, and is often used once.
-    Transforms that save results, as ``SaveImage`` does, must run in every epoch.
+    Transforms that save results, as ``SaveImage`` does, must run in every epoch. Where lazy resampling goes on in the
+    random transforms, a cache would resample twice, as ``CacheDataset`` does: one warning.
     """
     try:
         check_data(data)
         compose = transform if isinstance(transform, Compose) else Compose(transform)
         check_transforms(compose.transforms)
-        steps = Split(compose).deterministic
-        return bool(loaded_keys(steps)) and not any(_writes(part) for step in steps for part in parts(step))
+        split = Split(compose)
+        steps = [part for step in split.deterministic for part in parts(step)]
+        if not loaded_keys(split.deterministic) or any(_writes(part) for part in steps):
+            return False
     except (TypeError, ValueError):  # which MONAI's class may not mind
         return False
+    if split.rest and any(_is_lazy(part, compose.lazy) for part in steps):
+        warn(
+            "a Dataset stays MONAI's, and computes its items in every epoch: its lazy transforms and the random ones "
+            "resample once together, and with a cache they would twice, as with CacheDataset"
+        )
+        return False
+    return True
+
+
+def _is_lazy(part: Any, lazy: bool | None) -> bool:
+    """Whether a transform leaves its resampling for later; ``lazy`` is what its ``Compose`` asks for."""
+    return isinstance(part, LazyTrait) and bool(part.lazy if lazy is None else lazy)
 
 
 def _writes(part: Any) -> bool:

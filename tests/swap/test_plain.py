@@ -26,6 +26,7 @@ from monai.transforms import (
     SaveImaged,
     ScaleIntensity,
     ScaleIntensityd,
+    Spacingd,
     reset_ops_id,
 )
 from monai.utils import set_determinism
@@ -206,3 +207,21 @@ def test_patches_of_our_items(items: list[dict[str, Any]], tmp_path: Path) -> No
             found = [plainly(found) for found in (grid(ours), grid(ours, cache=True), crops(ours))]
     assert_same(found, expected)
     assert len(crops(ours)) == 6 and torch.is_tensor(found[2][0]["image"])
+
+
+@pytest.mark.parametrize("lazy", [True, None, False])
+def test_lazy_transforms_before_random_ones_stay_monais_with_a_warning(
+    lazy: bool | None, items: list[dict[str, Any]], patched: Any
+) -> None:
+    def made(*more: Any) -> Any:
+        spacing = Spacingd(KEYS, (2.0, 2.0, 2.0), lazy=True)
+        return monai.data.Dataset(
+            items, Compose([LoadImaged(KEYS, ensure_channel_first=True), spacing, *more], lazy=lazy)
+        )
+
+    assert isinstance(made(), GDSDataset)  # all of it is cached
+    if lazy is False:  # which overrides what the transform asks for
+        assert isinstance(made(RandFlipd(KEYS, prob=0.5)), GDSDataset)
+        return
+    with pytest.warns(CacheWarning, match="resample once together"):
+        assert type(made(RandFlipd(KEYS, prob=0.5))) is Dataset
