@@ -138,7 +138,7 @@ class Workers(Generic[T]):
     def _settle(self, argument: Any, outer: Future[T], inner: Future[T]) -> None:
         self._running.discard(inner)
         error = BrokenProcessPool() if inner.cancelled() else inner.exception()
-        if isinstance(error, BrokenProcessPool) and self._closed:
+        if isinstance(error, BrokenProcessPool) and self._closed and not self.broken:
             outer.set_exception(WorkerDied(f"the workers were closed before they had done {argument!r}"))
         elif error is None:
             outer.set_result(inner.result())

@@ -439,7 +439,8 @@ def warm(
     unpacked here stays as it is.
 
     Off a terminal, a line tells every ten seconds how far it is. Modules are
-    looked for in the working directory first. Exit code 1 when items failed; they are named.
+    looked for in the working directory first. Exit code 1 when items failed;
+    they are named.
     """
     if dask is not None and num_workers:
         raise typer.BadParameter("it takes the place of --num-workers: give one of them", param_hint="--dask")
