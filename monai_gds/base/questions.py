@@ -6,9 +6,11 @@ Used by the loader: workers that have no GPU ask for the few numbers that a tran
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
@@ -60,10 +62,26 @@ def _serve(listener: Listener, closed: int, answer: Callable[[Any], Any]) -> Non
                         asking.remove(one)
                         one.close()
     finally:
+        _hang_up(door, asking)
         listener.close()
-        for connection in asking:
-            connection.close()
         os.close(closed)
+
+
+def _hang_up(door: socket.socket, asking: list[Connection]) -> None:
+    """Ends all connections, also where a forked process has inherited them: closing them would leave askers waiting."""
+    door.setblocking(False)
+    with suppress(OSError):
+        door.shutdown(socket.SHUT_RDWR)  # nobody comes any more
+        while True:  # those who have come, and were not let in yet
+            _end(door.accept()[0])
+    for connection in asking:
+        _end(socket.socket(fileno=os.dup(connection.fileno())))
+        connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    with connection, suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _answered(answer: Callable[[Any], Any], question: Any) -> tuple[bool, Any]:

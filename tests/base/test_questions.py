@@ -81,6 +81,36 @@ def test_nobody_waits_for_answers_that_were_closed() -> None:
     assert name in ("FileNotFoundError", "ConnectionRefusedError")
 
 
+def test_whoever_asks_while_it_is_closed_is_told_though_a_sibling_has_the_connection_too() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(question: int) -> int:
+        if question == 0:
+            asked.set()
+            go_on.wait(30)
+        return question
+
+    answers: Any = Answers(slow)
+    context = multiprocessing.get_context("fork")
+    found, stop = context.Queue(), context.Event()
+    first = context.Process(target=_asked, args=(answers.address, [0, 1], found))
+    first.start()
+    assert asked.wait(30)
+    late = context.Process(target=_asked, args=(answers.address, [2], found))  # it is not let in yet
+    sibling = context.Process(target=stop.wait)
+    late.start()
+    sibling.start()
+    del answers
+    go_on.set()
+    try:
+        assert 0 in [found.get(timeout=30) for _ in range(3)]
+    finally:
+        stop.set()
+        for child in (first, late, sibling):
+            child.kill()
+            child.join()
+
+
 def test_the_thread_ends_with_the_object() -> None:
     before = threading.active_count()
     answers: Any = Answers(_half)
