@@ -18,7 +18,7 @@ from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import CacheWarning, WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
 from monai_gds.loader.worker import ItemTask
 from monai_gds.pipeline.settings import OfThread
@@ -213,7 +213,7 @@ class ReadAhead:
             except LoopLeft:
                 return None
             except Exception as e:
-                if self._skipping is None or is_of_memory(e):
+                if self._skipping is None or isinstance(e, WorkerDied) or is_of_memory(e):
                     raise
                 place = self._skipping.instead((upcoming.dataset, upcoming.index), upcoming.seed, e)
                 self._restart(upcoming, place)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,11 +15,19 @@ import numpy as np
 import pytest
 import torch
 from monai.data import Dataset
-from monai.transforms import Compose, EnsureTyped, LoadImaged, RandScaleIntensityd, RandSpatialCropd, Transform
+from monai.transforms import (
+    Compose,
+    EnsureTyped,
+    LoadImaged,
+    RandomizableTransform,
+    RandScaleIntensityd,
+    RandSpatialCropd,
+    Transform,
+)
 from torch.utils.data import DistributedSampler
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
-from monai_gds.errors import BrokenItem
+from monai_gds.errors import BrokenItem, WorkerDied
 
 Make = Callable[..., GDSDataset]
 
@@ -128,6 +138,29 @@ def test_items_that_are_cropped_before_they_are_read(make: Make) -> None:
     for _ in range(2):  # misses, then hits
         found, _ = epoch(dataset)
         assert [len(batch) for batch in found] == [4] * 5
+
+
+class Kills(RandomizableTransform):  # type: ignore[misc]
+    """Kills the process that runs it, unless that is the one that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = os.getpid()
+
+    def __call__(self, item: Any) -> Any:
+        if os.getpid() != self.maker:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+
+@pytest.mark.parametrize("programs", ["off", "check"])
+def test_workers_that_die_are_no_broken_items(make: Make, programs: str) -> None:
+    dataset = make(())
+    dataset.transform = Compose([*dataset.transform.transforms, Kills()])
+    loader = GDSDataLoader(dataset, 1, batch_size=4, on_error="skip", programs=programs)
+    with pytest.raises(WorkerDied):
+        list(loader)
+    assert loader.skipping is not None and not loader.skipping.failed
 
 
 def test_what_cannot_skip_is_refused() -> None:
