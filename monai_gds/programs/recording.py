@@ -310,7 +310,7 @@ _answers: dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
 
 def _question(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the form of a result depends on; None if that is not certain."""
-    key = [func]
+    key = [func, torch.get_default_dtype()]
     for value in (*args, *kwargs.items()):
         kind = value.__class__
         if isinstance(value, Tensor):

@@ -758,6 +758,24 @@ def test_forms_tell_operations_apart() -> None:
     assert run(own(in_place)).program.form[:2] == same[0][:2]
 
 
+def test_another_default_dtype_gives_ghosts_of_that_dtype() -> None:
+    seen = []
+
+    def halved(self: Own, x: Any) -> Any:
+        half = x.to(torch.int32) / 2
+        seen.append(half.dtype)
+        return half
+
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            run(own(halved))
+            assert set(seen) == {dtype}
+            seen.clear()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_views_and_constants_are_there_once_and_dead_values_are_dropped() -> None:
     def again(self: Own, x: Any) -> Any:
         twice = x * 2
