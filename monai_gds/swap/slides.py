@@ -10,6 +10,7 @@ from monai.data import MaskedPatchWSIDataset, PatchWSIDataset, SlidingPatchWSIDa
 from monai.transforms import MapTransform
 from monai.utils.enums import CommonKeys
 
+from monai_gds.base.process import PerProcess
 from monai_gds.swap.stand_in import StandIn, divided
 
 #: What the datasets have that decides on a patch.
@@ -20,8 +21,8 @@ _SETTINGS = (
 #: The methods that make a patch.
 _METHODS = {name for name in vars(PatchWSIDataset) if not name.startswith("__")}
 
-#: The slides that each transform has open in this process.
-_open: weakref.WeakKeyDictionary[LoadPatch, dict[str, Any]] = weakref.WeakKeyDictionary()
+#: The slides that each transform has open in this process. A forked child would move the parent's place in a file.
+_open = PerProcess[weakref.WeakKeyDictionary[Any, dict[str, Any]]](weakref.WeakKeyDictionary)
 
 
 class LoadPatch(MapTransform):  # type: ignore[misc]  # MONAI is untyped
@@ -44,7 +45,7 @@ class LoadPatch(MapTransform):  # type: ignore[misc]  # MONAI is untyped
         """
         reader: Any = object.__new__(self.kind or PatchWSIDataset)
         vars(reader).update(self.settings, data=[copy(data)], transform=None)
-        vars(reader)["wsi_object_dict"] = _open.setdefault(self, {})
+        vars(reader)["wsi_object_dict"] = _open().setdefault(self, {})
         made: dict[str, Any] = PatchWSIDataset._transform(reader, 0)
         return made
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
 
 import monai.data
 import monai.data.wsi_datasets
+import monai.data.wsi_reader
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,27 @@ def test_patches_are_records_and_the_slide_is_not_opened_again(
         assert item.keys() == cold[index].keys() and torch.equal(item["image"], cold[index]["image"])
         assert_same(dict(cold[index]["image"].meta), {**item["image"].meta})
         assert torch.equal(item.get("label", torch.zeros(1)), cold[index].get("label", torch.zeros(1)))
+
+
+def test_a_forked_process_opens_slides_of_its_own(slide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that share an open file share the place in it, too."""
+    opened = multiprocessing.get_context("fork").Value("i", 0)
+    original = monai.data.wsi_reader.TiffFile
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        opened.value += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(monai.data.wsi_reader, "TiffFile", counted)
+    with monai_gds.patch(tmp_path / "cache"):
+        ours = monai.data.PatchWSIDataset(**arguments("PatchWSIDataset", slide))
+    ours[0]
+    child = multiprocessing.get_context("fork").Process(target=ours.__getitem__, args=(1,))
+    child.start()
+    child.join()
+    assert opened.value == 2
+    ours[2]
+    assert opened.value == 2  # this process has its own still
 
 
 def _reset(dataset: Any) -> Any:
