@@ -180,7 +180,7 @@ def _made(original: type, stand_in: type, defaults: Mapping[str, Any]) -> type:
     def reduce_ex(self: Any, protocol: SupportsIndex) -> Any:  # in another process, this name may be MONAI's
         if type(self) is not made:
             return object.__reduce_ex__(self, protocol)
-        return _new, (stand_in,), *object.__reduce_ex__(self, 2)[2:]
+        return _new, (stand_in, original.__name__), *object.__reduce_ex__(self, 2)[2:]
 
     names = {"_defaults": defaults, "__reduce_ex__": reduce_ex, "__doc__": stand_in.__doc__}
     made: type = type(original.__name__, (stand_in,), {**names, "__module__": original.__module__})
@@ -217,8 +217,10 @@ def _reduce_ex_of_monais(self: Any, protocol: SupportsIndex) -> Any:
     return _new_of_monais, (type(self).__name__,), *object.__reduce_ex__(self, 2)[2:]
 
 
-def _new(kind: type) -> Any:
-    return object.__new__(kind)
+def _new(kind: type, name: str) -> Any:
+    """An object of the class that has one of MONAI's names now, if that is a ``kind``; else of ``kind`` itself."""
+    now = getattr(sys.modules[_MONAIS[name].__module__], name) if name in _MONAIS else kind
+    return object.__new__(now if issubclass(now, kind) else kind)
 
 
 def _new_of_monais(name: str) -> Any:

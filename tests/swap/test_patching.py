@@ -139,6 +139,16 @@ def test_datasets_of_names_that_were_imported_before_can_be_pickled(
         assert b"monai_gds" not in pickle.dumps(dataset)  # nothing is left of it
 
 
+@pytest.mark.parametrize("name", ["CacheDataset", "PersistentDataset", "SmartCacheDataset"])
+def test_copies_are_of_the_class_that_is_patched(name: str, items: list[dict[str, str]], tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path / "cache"):
+        kind = getattr(monai.data, name)
+        arguments = {"cache_dir": None} if name.startswith("Persistent") else {"progress": False}
+        dataset = kind(items, transform(), **arguments)
+        for again in (copy.copy(dataset), copy.deepcopy(dataset), pickle.loads(pickle.dumps(dataset))):
+            assert isinstance(again, kind) and len(again) == len(dataset)
+
+
 def test_a_class_of_the_users_own_stays_that_class(items: list[dict[str, str]], tmp_path: Path) -> None:
     with monai_gds.patch(tmp_path / "cache"):
 
