@@ -107,11 +107,13 @@ class Skipping:
 
     Args:
         items: how many the dataset has.
-        sized: whether the epoch ends. Otherwise only items that have come so far take places.
+        batches: how many the epoch has, or a sampler without an end calls one. Beyond these, only items that have come
+            so far take places.
     """
 
-    def __init__(self, items: int, sized: bool) -> None:
-        self._items, self._sized = items, sized
+    def __init__(self, items: int, batches: int) -> None:
+        self._items, self._batches = items, batches
+        self._come = 0  # batches
         self._broken: dict[Place, FailedItem] = {}
         self._pool: dict[Place, None] = {}
         self._left: Iterator[Any] = iter(())
@@ -124,7 +126,7 @@ class Skipping:
 
     def over(self, batches: Iterable[B]) -> Iterator[B]:
         """The batches of an epoch, which begins."""
-        self._broken, self._pool, self._drawn, self._left = {}, {}, [], iter(batches)
+        self._broken, self._pool, self._drawn, self._left, self._come = {}, {}, [], iter(batches), 0
         while True:
             batch = self._drawn.pop(0) if self._drawn else self._next()
             if batch is None:
@@ -134,6 +136,7 @@ class Skipping:
     def _next(self) -> Any:
         batch = next(self._left, None)
         if batch is not None:
+            self._come += 1
             self._pool.update(dict.fromkeys(batch.places))
         return batch
 
@@ -152,7 +155,7 @@ class Skipping:
                 f"{len(self._broken)} of {self._items} items cannot be made, which is more than {SHARE:.0%}: "
                 f"{self._named()}"
             ) from cause
-        while self._sized and (batch := self._next()) is not None:
+        while self._come < self._batches and (batch := self._next()) is not None:
             self._drawn.append(batch)
         pool = list(self._pool)
         for at in np.random.default_rng(seed).permutation(len(pool)):

@@ -253,7 +253,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if device is None:
             self._place, batches = begin_or_go_on(self, super().__iter__, state)
             return map(self._place.counted, batches)
-        self.skipping = None if self.on_error == "raise" else Skipping(len(self.dataset), _ends(self.batch_sampler))
+        self.skipping = None if self.on_error == "raise" else Skipping(len(self.dataset), _batches_told(self))
         return Epoch(self, device, state, watch, loops, around)
 
     def records(self, device: torch.device) -> bool:
@@ -330,12 +330,12 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
 
 
-def _ends(sampler: Any) -> bool:
-    """Whether an epoch's order ends, as far as a sampler tells."""
+def _batches_told(loader: GDSDataLoader) -> int:
+    """How many batches an epoch has, as far as the sampler tells; otherwise 0."""
     try:
-        return sampler is None or len(sampler) >= 0
+        return len(loader)
     except TypeError:
-        return False
+        return 0
 
 
 def _collate_alone(collate_fn: Callable[[Any], Any], items: list[Any]) -> Any:

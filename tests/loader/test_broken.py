@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from monai.transforms import (
     RandSpatialCropd,
     Transform,
 )
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
 from monai_gds.errors import BrokenItem, WorkerDied
@@ -130,6 +131,23 @@ def test_one_item_at_a_time_may_begin_with_a_broken_one(make: Make) -> None:
 def test_more_than_a_twentieth_is_an_error(make: Make, num_workers: int) -> None:
     with pytest.raises(BrokenItem, match=r"4 of 60 items cannot be made, which is more than 5%: item .*cut short"):
         epoch(make({1, 2, 3, 4}), num_workers)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_order_without_an_end(make: Make, told: bool) -> None:
+    class Endless(Sampler[int]):
+        def __init__(self) -> None: ...
+
+        def __iter__(self) -> Iterator[int]:
+            return cycle(range(ITEMS))
+
+    class Told(Endless):
+        def __len__(self) -> int:
+            return ITEMS
+
+    loader = GDSDataLoader(make(), batch_size=4, sampler=Told() if told else Endless(), on_error="skip")
+    first = next(iter(loader))["n"].tolist()
+    assert first[:3] == [0, 1, 2] and first[3] not in BROKEN
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped in this epoch")
