@@ -45,6 +45,8 @@ def batches(rank: int, folder: Path, kind: str, together: bool) -> list[tuple[li
             voxels = b"".join(batch[key].as_tensor().cpu().numpy().tobytes() for key in KEYS)
             found.append((batch["n"].tolist(), hashlib.sha256(voxels).hexdigest()))
     if together:
+        del model  # gloo may wait for ever for a model that outlives its group
+        dist.barrier()
         dist.destroy_process_group()
     return found
 
