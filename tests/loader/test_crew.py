@@ -130,7 +130,7 @@ def test_a_worker_that_is_killed_at_any_step_is_replaced(
             assert_same(list(load(make(folder), programs)), expected)
         if not (folder / "1").exists():
             break
-    assert n > (40 if programs == "check" else 7)
+    assert n > (30 if programs == "check" else 6)
 
 
 @pytest.mark.parametrize("programs", PROGRAMS)
