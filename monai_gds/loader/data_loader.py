@@ -233,28 +233,31 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())
         weakref.finalize(self, _close_all, self.idle)
 
-    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread) -> Iterator[Any]:
+    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread) -> tuple[Place, Iterator[Any]]:
         self._epoch = epoch
         state, self._loaded = self._loaded, None
         loops = {part: Loop(part.session.runtime.loops) for part in gds_datasets(self.dataset)}
         try:
-            return self._begin_at(state, None if epoch is None else epoch.watch, loops, around)
+            place, batches = self._begin_at(state, None if epoch is None else epoch.watch, loops, around)
         except BaseException:  # a second attempt continues from the same state
             end_all(loops)
             self._loaded = state
             raise
+        self._place = place
+        return place, batches
 
     def _begin_at(
         self, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops, around: OfThread
-    ) -> Iterator[Any]:
+    ) -> tuple[Place, Iterator[Any]]:
         parts = gds_datasets(self.dataset)
         devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is None:
-            self._place, batches = begin_or_go_on(self, super().__iter__, state)
-            return map(self._place.counted, batches)
+            place, batches = begin_or_go_on(self, super().__iter__, state)
+            return place, map(place.counted, batches)
         self.skipping = None if self.on_error == "raise" else Skipping(len(self.dataset), _batches_told(self))
-        return Epoch(self, device, state, watch, loops, around)
+        epoch = Epoch(self, device, state, watch, loops, around)
+        return epoch.place, epoch
 
     def records(self, device: torch.device) -> bool:
         """Whether worker processes record programs."""

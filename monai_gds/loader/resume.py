@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
 
@@ -22,6 +22,9 @@ from monai_gds.loader.stats import MeasuredEpoch
 from monai_gds.pipeline.randomness import GLOBAL, Slot, is_generator, put_back, slots, states_at
 
 T = TypeVar("T")
+
+#: The number of a batch, and the states of the random transforms before and after it.
+Made: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
 
 #: Returns what a loop draws from, for a dataset of its loader. None: the dataset's pipeline.
 TransformOf = Callable[[Any], Any] | None
@@ -41,15 +44,16 @@ class Place:
         self._transforms = _of_transforms(loader.dataset, transform_of)
         self._began: dict[str, Any] = {"states": states_at(self._order), "epochs": self.epochs()}
         self.batches = self._batches_made = 0
-        self._states = self._made = states_at(self._transforms)
+        self._before = self._states = self._made = states_at(self._transforms)
+        self._turns = 0, 0  # the number of a batch, and how often it is still to be given
 
     # For the loader's thread
 
-    def made(self) -> tuple[int, dict[str, Any]]:
-        """Returns the number of the batch that was just made, and the states after it, for :meth:`taken`."""
-        self._made = states_at(self._transforms)
+    def made(self) -> Made:
+        """Returns the number of the batch that was just made, and the states before and after it, for :meth:`taken`."""
+        before, self._made = self._made, states_at(self._transforms)
         self._batches_made += 1
-        return self._batches_made, self._made
+        return self._batches_made, before, self._made
 
     @property
     def states(self) -> dict[str, Any]:
@@ -58,15 +62,25 @@ class Place:
 
     # For the consumer
 
-    def taken(self, batch: int, states: dict[str, Any] | None = None) -> None:
+    def taken(self, batch: int, before: dict[str, Any] | None = None, after: dict[str, Any] | None = None) -> None:
         """Notes that a batch was taken. Without states, a continued loop makes the batches before it again.
 
         The one before may have been lost by a Ctrl-C, or be noted later by another thread.
         """
         if batch > self.batches:
             self.batches = batch
-            if states is not None:
-                self._states = states
+            if before is not None and after is not None:
+                self._before, self._states = before, after
+
+    @property
+    def due(self) -> int:
+        """How often the next batch is still to be given, if the loop continues among its repetitions; otherwise 0."""
+        batch, times = self._turns
+        return times if batch > self.batches else 0
+
+    def repeats(self, times: int) -> None:
+        """Notes how often the batch that was taken last is still to be given."""
+        self._turns = self.batches, times
 
     def counted(self, batch: T) -> T:
         """Notes that the next batch of a loop was taken, and returns it."""
@@ -80,10 +94,12 @@ class Place:
 
     def state_dict(self, begun: bool) -> dict[str, Any]:
         """The state for :func:`begin_or_go_on`. ``begun``: whether a loop has drawn its order from these states."""
+        batch, times = self._turns
         return {
-            "batches": self.batches,
+            "batches": batch - 1 if times else self.batches,
+            "repeats_left": times,
             "order": self._began,
-            "transforms": self._states,
+            "transforms": self._before if times and batch == self.batches else self._states,
             "shared": states_at(GLOBAL) if begun else {},
             "by_place": self._by_place,
         }
@@ -97,11 +113,12 @@ class Place:
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restores all generators to the states that the saved epoch's order was drawn from."""
         self.batches = self._batches_made = state["batches"]
+        self._turns = self.batches + 1, state.get("repeats_left", 0)
         self._began = state["order"]
         put_back(self._transforms, state["transforms"])
         put_back(self._order, state["order"]["states"])
-        self._states = self._made = states_at(self._transforms)
-        if self.batches:  # a sampler may be given its epoch until the first batch
+        self._before = self._states = self._made = states_at(self._transforms)
+        if self.batches or self.due:  # a sampler may be given its epoch until the first batch
             self._set_epochs(state["order"]["epochs"])
 
     def arrive(self, state: Mapping[str, Any], epochs: Mapping[str, int]) -> None:
@@ -127,13 +144,13 @@ def begin_or_go_on(
     batches = begin()
     for _ in islice(batches, place.batches):
         pass
+    following = list(islice(batches, 1)) if place.due else []  # it was made before the state was taken
     place.arrive(state, epochs)
-    if place.batches:
+    if place.batches and not following:
         following = list(islice(batches, 1))
         if not following:
             return Place(loader, transform_of), begin()
-        batches = chain(following, batches)
-    return place, batches
+    return place, chain(following, batches)
 
 
 def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
@@ -163,8 +180,11 @@ class Later(Iterator[Any]):
     Each batch is given ``times`` times.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], epoch: MeasuredEpoch | None = None, times: int = 1) -> None:
+    def __init__(
+        self, begin: Callable[[], tuple[Place, Iterator[Any]]], epoch: MeasuredEpoch | None = None, times: int = 1
+    ) -> None:
         self._begin, self._epoch, self._times = begin, epoch, times
+        self._place: Place | None = None
         self._again: deque[Any] = deque()  # what is left of the repetitions
         self._batches: Iterator[Any] | None = None
         self._lock = threading.RLock()
@@ -172,18 +192,24 @@ class Later(Iterator[Any]):
     def __next__(self) -> Any:
         if self._times > 1:  # workers that are forked now would inherit the error, and name it as a cause of theirs
             with suppress(IndexError):
-                return self._again.popleft()
+                return self._given(self._again.popleft())
         try:
             with nullcontext() if self._epoch is None else self._epoch.consumer_waits():
                 if self._batches is None:
                     with self._lock:
                         if self._batches is None:
-                            self._batches = self._begin()
+                            self._place, self._batches = self._begin()
+                due = self._place.due if self._place else 0
                 batch = next(self._batches)
         except KeyboardInterrupt:  # as in Epoch
             del self
             raise
-        self._again.extend([batch] * (self._times - 1))
+        self._again.extend([batch] * (min(due or self._times, self._times) - 1))
+        return self._given(batch)
+
+    def _given(self, batch: Any) -> Any:
+        if self._place is not None:
+            self._place.repeats(len(self._again))
         return batch
 
     def close(self) -> None:
