@@ -49,7 +49,7 @@ from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Crew, Order
 from monai_gds.loader.epoch import Epoch, Loops, end_all, gds_datasets
 from monai_gds.loader.hand_over import cuda_tensors
-from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
+from monai_gds.loader.resume import Later, Place, begin_or_go_on, own
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
@@ -218,8 +218,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         Raises:
             ValueError: this is not the state of a GDSDataLoader.
         """
-        check(self, state_dict)
-        self._loaded = dict(state_dict)
+        self._loaded = own(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""

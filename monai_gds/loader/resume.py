@@ -8,20 +8,35 @@ is drawn again, from the states that the epoch began with.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from importlib import import_module
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
 
+import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
 
 from monai_gds.loader.stats import MeasuredEpoch
 from monai_gds.pipeline.randomness import GLOBAL, Slot, is_generator, put_back, slots, states_at
 
 T = TypeVar("T")
+
+#: What a state has.
+_PARTS = frozenset({"batches", "order", "transforms", "shared"})
+
+#: What holds the states of all ranks.
+_ALL = "of_ranks"
+
+#: With what an epoch continues from another loader's state.
+_OTHER_NUMBERS = "the same items, but not with the same random numbers"
+
+#: How the state of every rank is kept.
+_REMEDY = "Keep the state of each rank: under Lightning by Trainer(callbacks=[monai_gds.rank_states()])"
 
 #: The number of a batch, and the states of the random transforms before and after it.
 Made: TypeAlias = tuple[int, dict[str, Any], dict[str, Any]]
@@ -38,7 +53,7 @@ class Place:
     """
 
     def __init__(self, loader: DataLoader[Any], transform_of: TransformOf = None) -> None:
-        self._by_place = bool(loader.num_workers)
+        self._by_place, self._rank = bool(loader.num_workers), division(loader)
         self._samplers = _samplers(loader)
         self._order = GLOBAL | _of_samplers(self._samplers)
         self._transforms = _of_transforms(loader.dataset, transform_of)
@@ -100,8 +115,10 @@ class Place:
             "repeats_left": times,
             "order": self._began,
             "transforms": self._before if times and batch == self.batches else self._states,
-            "shared": states_at(GLOBAL) if begun else {},
+            "shared": states_at(GLOBAL),
+            "begun": begun,
             "by_place": self._by_place,
+            "rank": self._rank,
         }
 
     # For a loop that continues
@@ -123,7 +140,8 @@ class Place:
 
     def arrive(self, state: Mapping[str, Any], epochs: Mapping[str, int]) -> None:
         """Restores the generators that training shares to their saved states, once the order is drawn."""
-        put_back(GLOBAL, state["shared"])
+        if state.get("begun", True):
+            put_back(GLOBAL, state["shared"])
         self._set_epochs(epochs)
 
     def _set_epochs(self, epochs: Mapping[str, int]) -> None:
@@ -153,23 +171,71 @@ def begin_or_go_on(
     return place, chain(following, batches)
 
 
-def check(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Raises ValueError unless this is the state of a loader. Warns if it is that of another pipeline."""
-    if {"batches", "order", "transforms", "shared"} - state.keys():
+def own(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state from which a loader goes on, of a saved one or of those of all ranks.
+
+    Warns if it is that of another pipeline, or of another rank. Such a rank draws from its own generators then: two
+    ranks that draw the same numbers would be worse than one that draws others than it would have drawn.
+
+    Raises:
+        ValueError: this is not the state of a loader.
+    """
+    rank = division(loader)
+    if _ALL in state:
+        number = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank[0]
+        state = state[_ALL][number if number < len(state[_ALL]) else 0]
+    if _PARTS - state.keys():
         raise ValueError("this is not a state of GDSDataLoader.state_dict(): was it saved by another kind of loader?")
+    transforms, saved = _of_transforms(loader.dataset), tuple(state.get("rank", rank))
+    differ = transforms.keys() ^ state["transforms"].keys()
     if state.get("by_place", loader.num_workers > 0) != (loader.num_workers > 0):
-        warnings.warn(
-            f"the state is that of a loader {'without' if loader.num_workers else 'with'} workers: the epoch continues "
-            "with the same items, but not with the same random numbers",
-            stacklevel=3,
-        )
-    differ = _of_transforms(loader.dataset).keys() ^ state["transforms"].keys()
+        _warn(f"a loader {'without' if loader.num_workers else 'with'} workers", _OTHER_NUMBERS)
     if differ:
-        warnings.warn(
-            f"the state is that of another pipeline: only one of the two has {', '.join(sorted(differ)[:3])}. The "
-            "epoch continues with the same items, but not with the same random numbers",
-            stacklevel=3,
-        )
+        _warn(f"another pipeline: only one of the two has {', '.join(sorted(differ)[:3])}", _OTHER_NUMBERS)
+    if saved == rank:
+        return dict(state)
+    goes_on = _OTHER_NUMBERS + (", unless all ranks have one seed" if loader.num_workers else "")
+    goes_on = "other items" if saved[1] != rank[1] else goes_on
+    _warn(f"rank {saved[0]} of {saved[1]}, and this is rank {rank[0]} of {rank[1]}", f"{goes_on}. {_REMEDY}")
+    return {**state, "transforms": states_at(transforms), "rank": rank}
+
+
+def _warn(whose: str, goes_on: str) -> None:
+    warnings.warn(f"the state is that of {whose}. The epoch continues with {goes_on}", stacklevel=4)
+
+
+def rank_states() -> Any:
+    """A callback for Lightning's ``Trainer``: checkpoints keep the states of GDSDataLoaders on all ranks.
+
+    Lightning saves those of rank 0, and gives them to all ranks. With this callback, ``trainer.fit(…, ckpt_path=…)``
+    gives each rank its own, and a run that was interrupted in the middle of an epoch continues bit for bit.
+
+    Returns:
+        A ``LambdaCallback``, of ``pytorch_lightning`` if that was imported, otherwise of ``lightning``.
+
+    Raises:
+        ModuleNotFoundError: Lightning is not installed.
+
+    Example:
+        >>> import lightning
+        >>> from monai_gds import rank_states
+        >>> trainer = lightning.Trainer(callbacks=[rank_states()], accelerator="cpu", logger=False)
+    """
+    kind = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
+    return import_module(f"{kind}.callbacks").LambdaCallback(on_save_checkpoint=_keep_all)
+
+
+def _keep_all(trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    """Puts the loaders' states of all ranks in the place of one's own. Every rank calls it, as all of Lightning's."""
+    loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+    mine = loop.get("combined_loader")
+    if not mine or trainer.world_size == 1:
+        return
+    everyone: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(everyone, mine)
+    loop["combined_loader"] = [
+        one if _PARTS - one.keys() else {_ALL: [states[i] for states in everyone]} for i, one in enumerate(mine)
+    ]
 
 
 class Later(Iterator[Any]):
@@ -236,14 +302,10 @@ def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
     return found
 
 
-def rank_of(loader: DataLoader[Any]) -> int:
-    """The rank for which a sampler gives the items; 0 if none divides them among ranks."""
-    return next((s.rank for s in _samplers(loader).values() if isinstance(s, DistributedSampler)), 0)
-
-
-def divides(loader: DataLoader[Any]) -> bool:
-    """Whether a sampler divides the items among several ranks."""
-    return any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in _samplers(loader).values())
+def division(loader: DataLoader[Any]) -> tuple[int, int]:
+    """The rank for which a sampler gives the items, and among how many ranks it divides them; 0 and 1 if none does."""
+    samplers = (s for s in _samplers(loader).values() if isinstance(s, DistributedSampler))
+    return next(((s.rank, s.num_replicas) for s in samplers), (0, 1))
 
 
 def _of_samplers(samplers: Mapping[str, Any]) -> dict[str, Slot]:

@@ -1,8 +1,10 @@
-"""DDP: each rank gets what it would get alone with the same seeds."""
+"""DDP: each rank gets what it would get alone with the same seeds, and continues with its own state."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import monai.transforms as mt
 import pytest
 import torch
 import torch.distributed as dist
+from monai.utils import set_determinism
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds import GDSDataLoader, GDSDataset, rank_states
 from tests.fresh import Interpreter
 from tests.loader.test_programs import KEYS, Volume, crops
 
@@ -64,3 +67,103 @@ def test_ranks_together_get_what_each_gets_alone(kind: str, tmp_path: Path, inte
     assert together == alone
     assert {n for numbers, _ in together[0][:2] + together[1][:2] for n in numbers} == set(range(6))
     assert together[0] != together[1]
+
+
+# Continuing in the middle of an epoch
+
+
+class Draw(mt.RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, item: Any) -> Any:
+        return {**item, "drawn": self.R.rand()}
+
+
+def seeded(folder: Path, rank: int, num_workers: int, seed: int) -> GDSDataLoader:
+    """The loader of a rank, which is seeded otherwise than the other one."""
+    dataset = GDSDataset(list(range(12)), mt.Compose([Volume(), Draw()]), folder, "cpu")
+    set_determinism(seed + rank)
+    sampler: Any = DistributedSampler(dataset, RANKS, rank)
+    return GDSDataLoader(dataset, num_workers, batch_size=2, sampler=sampler)
+
+
+def seen(batch: Any) -> tuple[list[int], list[float]]:
+    return batch["n"].tolist(), batch["drawn"].tolist()
+
+
+def fit(rank: int, folder: Path, port: int, num_workers: int) -> tuple[list[Any], list[Any]]:
+    """What a rank of Lightning's DDP sees in two epochs, and what it sees from their second step on, continued."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Seen(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.seen.append((*seen(batch), float(torch.rand(()))))
+            return self.weight.square()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
+    found = []
+    for seed, path in ((3, None), (50, folder / "checkpoints/step=2.ckpt")):
+        model = Seen()
+        steps = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[rank_states()] if path else [rank_states(), steps],
+        )  # fmt: skip
+        trainer.fit(model, seeded(folder / "cache", rank, num_workers, seed), ckpt_path=path, weights_only=True)
+        found.append(model.seen)
+        trainer.strategy.teardown()
+    del model, trainer
+    dist.barrier()
+    dist.destroy_process_group()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_rank_continues_an_epoch_of_lightnings(num_workers: int, tmp_path: Path, interpreter: Interpreter) -> None:
+    pytest.importorskip("lightning", reason="this machine has no Lightning")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(interpreter.process()) for _ in range(RANKS)]
+        for rank, process in enumerate(ranks):
+            process.start(fit, rank, tmp_path, port, num_workers)
+        for whole, continued in [process.result() for process in ranks]:
+            assert len(whole) == 6
+            assert continued == whole[2:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_state_of_another_rank_is_told_and_gives_this_ranks_items(tmp_path: Path, num_workers: int) -> None:
+    def begun(rank: int) -> tuple[dict[str, Any], list[Any]]:
+        loader = seeded(tmp_path, rank, num_workers, 3)
+        batches = iter(loader)
+        next(batches)
+        return loader.state_dict(), [seen(batch) for batch in batches]
+
+    (state, other), (mine, rest) = begun(0), begun(1)
+    loader = seeded(tmp_path, 1, num_workers, 3)
+    with pytest.warns(UserWarning, match=r"rank 0 of 2, and this is rank 1 of 2.*monai_gds\.rank_states\(\)") as told:
+        loader.load_state_dict(state)
+    assert len(told) == 1
+    found = [seen(batch) for batch in loader]
+    assert [numbers for numbers, _ in found] == [numbers for numbers, _ in rest]
+    assert found != rest
+    assert not {value for _, drawn in found for value in drawn} & {value for _, drawn in other for value in drawn}
+    loader = seeded(tmp_path, 1, num_workers, 9)
+    loader.load_state_dict({"of_ranks": [state, mine]})
+    assert [seen(batch) for batch in loader] == rest
+
+
+def test_the_state_of_another_number_of_ranks_is_told(tmp_path: Path) -> None:
+    loader = seeded(tmp_path, 0, 0, 3)
+    state = {**loader.state_dict(), "rank": (0, 3)}
+    with pytest.warns(UserWarning, match="rank 0 of 3, and this is rank 0 of 2.*other items"):
+        loader.load_state_dict(state)
