@@ -203,7 +203,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         Returns:
             The number of batches that were taken, the states that the order of the items was drawn from, those of the
             random transforms after the batch, by the place of each generator in the pipeline, and the current states
-            of the global generators of torch (CPU), NumPy and Python.
+            of the global generators of torch (CPU), NumPy and Python. A batch that is still to be repeated is not
+            counted.
         """
         if self._loaded is not None:
             return dict(self._loaded)
@@ -213,7 +214,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         """Makes the next loop over this loader give the remaining batches of the epoch that was saved.
 
         If none remains, it gives the next epoch. The loader must be made from the same items, transforms and settings.
-        ``len`` stays that of a whole epoch.
+        ``len`` stays that of a whole epoch. The state of another rank, or of another pipeline, is used as far as
+        possible, with a warning.
 
         Raises:
             ValueError: this is not the state of a GDSDataLoader.

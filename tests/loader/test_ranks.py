@@ -13,6 +13,7 @@ import monai.transforms as mt
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from monai.utils import set_determinism
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -114,7 +115,7 @@ def fit(rank: int, folder: Path, port: int, num_workers: int) -> tuple[list[Any]
         steps = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = lightning.Trainer(
             max_epochs=2, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[rank_states()] if path else [rank_states(), steps],
+            enable_model_summary=False, callbacks=[rank_states(), steps],
         )  # fmt: skip
         trainer.fit(model, seeded(folder / "cache", rank, num_workers, seed), ckpt_path=path, weights_only=True)
         found.append(model.seen)
@@ -138,6 +139,32 @@ def test_each_rank_continues_an_epoch_of_lightnings(num_workers: int, tmp_path: 
         for whole, continued in [process.result() for process in ranks]:
             assert len(whole) == 6
             assert continued == whole[2:]
+
+
+def checkpointed(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The rest of an epoch, and what a loader gives that was loaded by torch's distributed checkpoint."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    loader = seeded(folder / "cache", rank, 0, 3)
+    batches = iter(loader)
+    next(batches), torch.rand(())
+    dcp.save({f"loader of rank {rank}": loader}, checkpoint_id=folder / "checkpoint")
+    rest = [(*seen(batch), float(torch.rand(()))) for batch in batches]
+    again = seeded(folder / "cache", rank, 0, 9)
+    dcp.load({f"loader of rank {rank}": again}, checkpoint_id=folder / "checkpoint")
+    continued = [(*seen(batch), float(torch.rand(()))) for batch in again]
+    dist.barrier()
+    dist.destroy_process_group()
+    return rest, continued
+
+
+def test_a_distributed_checkpoint_holds_the_loader_of_each_rank(tmp_path: Path, interpreter: Interpreter) -> None:
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(interpreter.process()) for _ in range(RANKS)]
+        for rank, process in enumerate(ranks):
+            process.start(checkpointed, rank, tmp_path)
+        for rest, continued in [process.result() for process in ranks]:
+            assert len(rest) == 2
+            assert continued == rest
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
