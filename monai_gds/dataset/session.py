@@ -138,12 +138,12 @@ class Session(NamedTuple):
             runtime.split, runtime.keys = Split(transform), None
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
-            runtime.misses.warn_again()
             try:
                 keys = self.keys()
             except BaseException:
                 runtime.split = None  # or the next access would use the key of the old transforms
                 raise
+            runtime.misses.of = self.settings.began, keys.hashed.digest
             if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
                 warnings.warn(why, CacheWarning, stacklevel=3)
             if self.caches:
