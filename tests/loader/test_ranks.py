@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,11 @@ def seen(batch: Any) -> tuple[list[int], list[float]]:
     return batch["n"].tolist(), batch["drawn"].tolist()
 
 
-def fit(rank: int, folder: Path, port: int, num_workers: int) -> tuple[list[Any], list[Any]]:
-    """What a rank of Lightning's DDP sees in two epochs, and what it sees from their second step on, continued."""
+def fit(rank: int, folder: Path, port: int) -> list[list[Any]]:
+    """What a rank of Lightning's DDP sees in two epochs, and what it sees from their third step on, continued.
+
+    Without workers, and then with one.
+    """
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -110,9 +114,10 @@ def fit(rank: int, folder: Path, port: int, num_workers: int) -> tuple[list[Any]
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
     found = []
-    for seed, path in ((3, None), (50, folder / "checkpoints/step=2.ckpt")):
+    for num_workers, continues in product((0, 1), (False, True)):
+        seed, path = (50, folder / f"{num_workers}/step=2.ckpt") if continues else (3, None)
         model = Seen()
-        steps = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
+        steps = ModelCheckpoint(folder / str(num_workers), "{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = lightning.Trainer(
             max_epochs=2, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False, enable_progress_bar=False,
             enable_model_summary=False, callbacks=[rank_states(), steps],
@@ -123,11 +128,10 @@ def fit(rank: int, folder: Path, port: int, num_workers: int) -> tuple[list[Any]
     del model, trainer
     dist.barrier()
     dist.destroy_process_group()
-    return found[0], found[1]
+    return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_each_rank_continues_an_epoch_of_lightnings(num_workers: int, tmp_path: Path, interpreter: Interpreter) -> None:
+def test_each_rank_continues_an_epoch_of_lightnings(tmp_path: Path, interpreter: Interpreter) -> None:
     pytest.importorskip("lightning", reason="this machine has no Lightning")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -135,10 +139,11 @@ def test_each_rank_continues_an_epoch_of_lightnings(num_workers: int, tmp_path: 
     with ExitStack() as stack:
         ranks = [stack.enter_context(interpreter.process()) for _ in range(RANKS)]
         for rank, process in enumerate(ranks):
-            process.start(fit, rank, tmp_path, port, num_workers)
-        for whole, continued in [process.result() for process in ranks]:
-            assert len(whole) == 6
+            process.start(fit, rank, tmp_path, port)
+        for whole, continued, with_worker, continued_with_worker in [process.result() for process in ranks]:
+            assert len(whole) == len(with_worker) == 6
             assert continued == whole[2:]
+            assert continued_with_worker == with_worker[2:]
 
 
 def checkpointed(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
