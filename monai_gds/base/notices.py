@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import math
 import mmap
 import os
@@ -63,6 +64,11 @@ class Notice:
                 return False
             self.mark_given()
         return True
+
+    def log(self, logger: logging.Logger, message: str, *args: Any) -> None:
+        """Logs a message as INFO if it is new. Where nobody listens yet, it stays new."""
+        if logger.isEnabledFor(logging.INFO) and self.is_new():
+            logger.info(message, *args, stacklevel=2)
 
     def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         row = _ROW.unpack_from(_table, self._offset)

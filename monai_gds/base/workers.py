@@ -73,8 +73,8 @@ class Workers(Generic[T]):
             _start_fork_server(getattr(work, "func", work).__module__)  # of a partial's function
         problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
         if not problem:
-            if Notice("workers", num_workers, self.kind, why).is_new():
-                _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
+            named = num_workers, self.kind, why
+            Notice("workers", *named).log(_log, "%d worker processes by %s (%s)", *named)
             return
         if context is not None:
             raise ValueError(f"multiprocessing_context={context!r} cannot be used: {problem}")

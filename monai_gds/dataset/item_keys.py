@@ -128,8 +128,8 @@ class ItemKeys:
         keys = [self._best(item, pipeline, reads) for item in items]
         if keys and not self._logged:
             self._logged = True
-            if Notice("sources", self._began, self.hashed.digest).is_new():
-                _log.info("sources of the first item: %s", ", ".join(keys[0].sources) or "none")
+            named = ", ".join(keys[0].sources) or "none"
+            Notice("sources", self._began, self.hashed.digest).log(_log, "sources of the first item: %s", named)
         return keys
 
     def _columns_read(self, pipeline: Pipeline) -> list[frozenset[str]]:

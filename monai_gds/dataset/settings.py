@@ -202,8 +202,8 @@ class Settings:
         """
         options, target = CacheOptions.of(options), resolve_device(device)
         backend, reason = choose_backend(backend, target)
-        if Notice("backend", target, backend, reason).is_new():
-            _log.info("a dataset on %s uses backend %s (%s)", target, backend, reason)
+        named = target, backend, reason
+        Notice("backend", *named).log(_log, "a dataset on %s uses backend %s (%s)", *named)
         if not isinstance(backend_options, Mapping | None):
             raise TypeError(f"backend_options={backend_options!r}: give a dict of them by name, as {{'threads': 8}}")
         check_options(backend, backend_options or {}, target)

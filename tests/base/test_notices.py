@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -48,6 +49,14 @@ def test_a_claim_that_is_never_given_up_keeps_nobody(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(notices, "_TRIES", 3)
     with notices._alone():
         assert in_child(Notice("another holds the lock").is_new)
+
+
+def test_what_nobody_listened_to_is_logged_once_somebody_does(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("monai_gds.tests")
+    for level in (logging.WARNING, logging.INFO, logging.INFO):  # a notebook that turns logging on, and runs on
+        with caplog.at_level(level, logger=log.name):
+            Notice("a backend").log(log, "uses %s", "posix")
+    assert caplog.messages == ["uses posix"]
 
 
 def test_the_oldest_notices_are_forgotten() -> None:
