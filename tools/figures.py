@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the figures of the first page again: of ``h100/training.json`` and ``cpu/memory.json`` in ``benchmarks/``.
 
-    monai-gds bench training --volumes 48 --workers 8 --epochs 5 --json benchmarks/h100/training.json
-    monai-gds bench memory --json > benchmarks/cpu/memory.json
+    python -m tools.bench training --volumes 48 --workers 8 --epochs 5 --json benchmarks/h100/training.json
+    python -m tools.bench memory --json > benchmarks/cpu/memory.json
     python tools/figures.py
 
 The picture is ``benchmarks/training.svg``; its alternative text and its caption stand in README.md, between comments.
@@ -109,7 +109,7 @@ def words(about: dict[str, Any], report: Report) -> dict[str, str]:
 
 
 def memory(path: Path = MEMORY) -> str:
-    """The run of ``bench memory`` as a table in Markdown, with a caption."""
+    """The run of ``tools.bench memory`` as a table in Markdown, with a caption."""
     about, (report,) = read(path)
     epochs = max(len(row.samples) for row in report.rows)
     lines = [f"| {report.title} | MB read in {epochs} epochs | MB on the drive |", "| --- | --: | --: |"]

@@ -139,10 +139,12 @@ def _figure(value: float) -> str:
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """The circumstances of figures: the date (UTC), the command (not in a notebook), the machine and the versions."""
     in_notebook = Path(sys.argv[0]).name == "ipykernel_launcher.py"
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.parent}" if module else "monai-gds"
     on_gpu = device is not None and device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        **({} if in_notebook else {"command": " ".join(["monai-gds", *sys.argv[1:]])}),
+        **({} if in_notebook else {"command": " ".join([program, *sys.argv[1:]])}),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
