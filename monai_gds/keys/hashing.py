@@ -424,32 +424,6 @@ def _data_digest(array: np.ndarray) -> bytes:
     """16 bytes of XXH3 over an array's data in C order. It runs at memory speed, unlike a cryptographic hash."""
     if not array.dtype.itemsize or not array.size:
         return b""
-    if not _is_frozen(array):
-        return _digest_now(array)
-    known = _frozen.get(id(array))
-    if known is None or known[0]() is not array:
-        forget = functools.partial(_frozen.pop, id(array), None)
-        known = weakref.ref(array, lambda _: forget()), _digest_now(array)
-        _frozen[id(array)] = known
-    return known[1]
-
-
-#: Digests of arrays that cannot change, by id.
-_frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
-
-
-def _is_frozen(array: np.ndarray) -> bool:
-    """Whether an array's data can never change: they lie in ``bytes``, and it is not an unpickled array, which writes
-    into them all the same."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        if owner.flags.writeable:
-            return False
-        owner = owner.base
-    return isinstance(owner, bytes) and array.flags.c_contiguous
-
-
-def _digest_now(array: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
