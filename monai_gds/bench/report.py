@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import re
 import statistics
 import sys
 import textwrap
@@ -26,9 +25,6 @@ from rich.table import Table
 
 from monai_gds.base.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
-
-#: Beginning of a :class:`~monai_gds.errors.BackendUnavailable` for a backend that was named explicitly.
-_OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
 
 
 @dataclass(frozen=True)
@@ -175,27 +171,13 @@ def emit(reports: Sequence[Report], *, as_json: bool | Path, plot: Path | None, 
     else:
         for report in reports:
             show(report.table())
-        for reason, names in _reasons(reports).items():
-            say(f"{'; '.join(names)}: {reason}")
+        rows = [row for report in reports for row in (*report.rows, *report.ceilings)]
+        for reason in dict.fromkeys(f"{row.name}: {row.reason}" for row in rows if row.reason):
+            say(reason)
         settings = ", ".join(f"{key}: {value}" for key, value in about.items())
         stdout.print(settings, style="dim", markup=False, soft_wrap=True)
     if not any(row.samples for report in reports for row in report.rows):
         raise BackendUnavailable("nothing could be measured here; see the reasons above")
-
-
-def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Each reason once, with its rows. The title is added to a row that has figures in another table."""
-    rows = [(report, row) for report in reports for row in (*report.rows, *report.ceilings)]
-    ran = {row.name for _, row in rows if row.samples}
-    found: dict[str, list[str]] = {}
-    for report, row in rows:
-        if row.reason:
-            name = f"{row.name} ({report.title})" if row.name in ran else row.name
-            named = _OF_BACKEND.match(row.reason)
-            reason = row.reason[named.end() :] if named and named[1] in row.name else row.reason
-            names = found.setdefault(reason, [])
-            names += [name] if name not in names else []
-    return found
 
 
 def draw(reports: Sequence[Report], caption: str = "") -> Any:

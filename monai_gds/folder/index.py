@@ -101,16 +101,9 @@ class Index:
         return dict(self._entries)
 
     def count(self, pipeline: str) -> int:
-        """How many records of a pipeline exist. Facts are not parsed: 100,000 records take a third of a second."""
+        """How many records of a pipeline exist."""
         there = set(os.listdir(self.directory))
-        wanted = pipeline.encode()
-        found = set()
-        for lines in Notes(self.directory, "facts", whole_lines).added().values():
-            for text in lines_in(lines):
-                fact = text.split(b'"', 8)  # "record", digest, item, pipeline
-                if len(fact) > 7 and fact[7] == wanted:
-                    found.add(fact[3].decode(errors="replace") + SUFFIX)
-        return len(found & there)
+        return sum(entry.pipeline == pipeline and entry.name in there for entry in self.entries().values())
 
     def holds(self, entry: IndexEntry) -> bool:
         """Whether this record still exists."""
