@@ -217,9 +217,6 @@ SOURCE_PIECE_BYTES = 512 << 10
 #: Hashes of sources that may wait to be written, however recent the last write: a killed process loses no more.
 MEMO_WAITING_ITEMS = 256
 
-#: Hashes in a process's small table, which is sorted again whenever some arrive. Beyond that they move to a large one.
-MEMO_SMALL_TABLE_ITEMS = 1 << 16
-
 #: How many files of notes of one kind, left by ended processes, there may be before they are merged into one.
 NOTE_FILES = 16
 

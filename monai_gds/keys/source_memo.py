@@ -50,8 +50,7 @@ class SourceMemo:
 
     def __init__(self, folder: str | None) -> None:
         self._notes = None if folder is None else Notes(folder, "sources", lambda data: len(data) // _ENTRY * _ENTRY)
-        self._large = _Table.of([])
-        self._small = _Table.of([])
+        self._table = _Table.of([])
         self._own = PerProcess(_Own)
 
     # Reading
@@ -60,26 +59,21 @@ class SourceMemo:
         """The content hash that any process remembered under a 16-byte key."""
         if self._notes is None:
             return None
-        found = self._small.get(key) or self._large.get(key)
+        found = self._table.get(key)
         own = self._own()
         if found is None and time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
             with own.lock:  # others wait, since what they miss is being read
                 if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
                     self._refresh(self._notes)
                     own.refreshed = time.monotonic()
-            found = self._small.get(key) or self._large.get(key)
+            found = self._table.get(key)
         return found
 
     def _refresh(self, notes: Notes) -> None:
         """Reads what was noted since the last look."""
         blocks = [_rows(data) for data in notes.added().values()]
-        if not blocks:
-            return
-        if len(self._small) + sum(map(len, blocks)) <= limits.MEMO_SMALL_TABLE_ITEMS:
-            self._small = _Table.of([self._small.rows, *blocks])
-        else:
-            self._large = _Table.of([self._large.rows, self._small.rows, *blocks])
-            self._small = _Table.of([])
+        if blocks:
+            self._table = _Table.of([self._table.rows, *blocks])
 
     # Writing
 
@@ -171,12 +165,8 @@ class _Table:
 
     @classmethod
     def of(cls, blocks: list[_Rows]) -> _Table:
-        held = [block for block in blocks if len(block)]
-        rows = held[0] if len(held) == 1 else np.concatenate([_rows(b""), *held])
+        rows = np.concatenate([_rows(b""), *blocks])
         return cls(rows[np.argsort(rows[:, 0], kind="stable")])
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def get(self, key: bytes) -> bytes | None:
         first = np.frombuffer(key, np.uint64, 1)[0]

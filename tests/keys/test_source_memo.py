@@ -86,10 +86,7 @@ def test_the_folder_is_not_looked_at_for_everything_that_is_missing(
     assert len(looked) == 1
 
 
-def test_many_entries_are_found_whichever_table_they_are_in(
-    tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MEMO_SMALL_TABLE_ITEMS", 100)
+def test_many_entries_are_found_as_they_are_added(tmp_path: Path, at_once: None) -> None:
     memo = SourceMemo(str(tmp_path))
     for i in range(0, 1000, 40):
         write(tmp_path, *range(i, i + 40))
