@@ -238,15 +238,12 @@ def test_images_are_not_made_in_an_existing_folder(tmp_path: Path) -> None:
     assert "leave --make out" in done.output
 
 
-@pytest.mark.parametrize("form", ["records", "squirrel"])
 @pytest.mark.parametrize("below", ["", "folder"])
-def test_pack_into_a_file_is_an_error_with_a_remedy(form: str, below: str, tmp_path: Path) -> None:
-    if form == "squirrel":
-        pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+def test_pack_into_a_file_is_an_error_with_a_remedy(below: str, tmp_path: Path) -> None:
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
     (tmp_path / "afile").touch()
-    done = run("pack", tmp_path / "images", tmp_path / "afile" / below, "--format", form)
+    done = run("pack", tmp_path / "images", tmp_path / "afile" / below)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "afile is a file: name a folder to pack into, a new or an empty one" in done.stderr
 

@@ -129,7 +129,7 @@ def dali(
     store: Annotated[
         Path | None,
         typer.Option(
-            help="A Messagepack store, as monai_gds.imagenet.dali.squirrel.py writes it.", exists=True, file_okay=False
+            help="A Messagepack store, as tools/bench/squirrel_store.py writes it.", exists=True, file_okay=False
         ),
     ] = None,
     datadir: DatadirOption = None,
@@ -156,10 +156,10 @@ def dali(
     Each from both: batching, NumPy or CuPy; threads; DALI against torch.
     """
     from monai_gds.bench.report import emit, machine
-    from monai_gds.imagenet.dali.squirrel import write_store
     from monai_gds.imagenet.files.listing import list_folder
     from monai_gds.storage import resolve_device
     from tools.bench import dali as bench
+    from tools.bench.squirrel_store import write_store
 
     questions = only or list(bench.QUESTIONS)
     one_of(bench.QUESTIONS, questions, "--only")
