@@ -22,9 +22,9 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from monai_gds import limits
@@ -33,7 +33,6 @@ from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes
 
 _ENTRY = 40  # bytes: key, content, checksum
-_CHECKED = 32  # bytes that the checksum covers
 
 #: Seconds between looks at other processes' files, and between writes of our own.
 _REFRESH_SECONDS = 1.0
@@ -46,40 +45,33 @@ _CLOCKS_DIFFER = 24 * 3600 * 1_000_000_000
 
 
 class SourceMemo:
-    """The memo of one cache folder, as one process sees it. Without a folder nothing is kept."""
+    """The memo of one cache folder, as one process sees it. Without a folder it is in memory only."""
 
     def __init__(self, folder: str | None) -> None:
         self._notes = None if folder is None else Notes(folder, "sources", lambda data: len(data) // _ENTRY * _ENTRY)
-        self._table = _Table.of([])
+        self._found: dict[bytes, bytes] = {}  # contents by key
         self._own = PerProcess(_Own)
 
-    # Reading
-
     def get(self, key: bytes) -> bytes | None:
-        """The content hash that any process remembered under a 16-byte key."""
-        if self._notes is None:
-            return None
-        found = self._table.get(key)
-        own = self._own()
-        if found is None and time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
-            with own.lock:  # others wait, since what they miss is being read
-                if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
-                    self._refresh(self._notes)
-                    own.refreshed = time.monotonic()
-            found = self._table.get(key)
+        """The content hash that this or another process remembered under a 16-byte key."""
+        found = self._found.get(key)
+        if found is None and self._notes is not None:
+            own = self._own()
+            if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
+                with own.lock:  # others wait, since what they miss is being read
+                    if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
+                        for data in self._notes.added().values():
+                            room = max(0, limits.KNOWN_FILES - len(self._found))
+                            self._found.update(islice(_entries(data), room))
+                        own.refreshed = time.monotonic()
+                found = self._found.get(key)
         return found
 
-    def _refresh(self, notes: Notes) -> None:
-        """Reads what was noted since the last look."""
-        blocks = [_rows(data) for data in notes.added().values()]
-        if blocks:
-            self._table = _Table.of([self._table.rows, *blocks])
-
-    # Writing
-
-    def put(self, key: bytes, content: bytes) -> None:
-        """Remembers a 16-byte content hash under a 16-byte key, and writes from time to time."""
-        if self._notes is None:
+    def put(self, key: bytes, content: bytes, *, for_others: bool = True) -> None:
+        """Remembers a 16-byte content hash under a 16-byte key; ``for_others``, writes it, from time to time."""
+        if len(self._found) < limits.KNOWN_FILES:
+            self._found[key] = content
+        if self._notes is None or not for_others:
             return
         own = self._own()
         own.waiting.append(_entry(key, content))
@@ -137,49 +129,18 @@ class Ages:
         return False
 
 
-# Entries
-
-_Rows = npt.NDArray[np.uint64]  # of shape (n, 5): two words of the key, two of the content, one of the checksum
-
-
 def _entry(key: bytes, content: bytes) -> bytes:
     return key + content + xxhash.xxh3_64_digest(key + content)
 
 
-def _is_whole(entry: bytes) -> bool:
-    return xxhash.xxh3_64_digest(entry[:_CHECKED]) == entry[_CHECKED:]
-
-
-def _rows(data: bytes) -> _Rows:
-    return np.frombuffer(data, np.uint64).reshape(-1, _ENTRY // 8)
-
-
-class _Table:
-    """Entries sorted by the first word of their keys. Checksums are compared when an entry is looked up."""
-
-    __slots__ = ("_first", "rows")
-
-    def __init__(self, rows: _Rows) -> None:
-        self.rows = rows
-        self._first = np.ascontiguousarray(rows[:, 0])
-
-    @classmethod
-    def of(cls, blocks: list[_Rows]) -> _Table:
-        rows = np.concatenate([_rows(b""), *blocks])
-        return cls(rows[np.argsort(rows[:, 0], kind="stable")])
-
-    def get(self, key: bytes) -> bytes | None:
-        first = np.frombuffer(key, np.uint64, 1)[0]
-        for row in self.rows[np.searchsorted(self._first, first) :]:
-            if row[0] != first:
-                break
-            entry: bytes = row.tobytes()
-            if entry.startswith(key) and _is_whole(entry):
-                return entry[16:_CHECKED]
-        return None
+def _entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The keys and contents of whole entries."""
+    for at in range(0, len(data), _ENTRY):
+        entry = data[at : at + _ENTRY]
+        if _entry(entry[:16], entry[16:32]) == entry:
+            yield entry[:16], entry[16:32]
 
 
 def _merged(files: list[bytes]) -> bytes:
     """The whole entries of several files, each once."""
-    cut = (data[i : i + _ENTRY] for data in files for i in range(0, len(data), _ENTRY))
-    return b"".join(dict.fromkeys(entry for entry in cut if _is_whole(entry)))
+    return b"".join(_entry(*pair) for pair in dict.fromkeys(pair for data in files for pair in _entries(data)))
