@@ -224,7 +224,7 @@ NOTE_FILES = 16
 #: Size from which such a file is not merged: that would only copy it.
 NOTE_UNMERGED_BYTES = 16 << 20
 
-#: Size of all such files together: 13 million hashes of sources, or 1.5 million records. Beyond that the oldest files
+#: Size of all such files together: 7 million hashes of sources, or 1.5 million records. Beyond that the oldest files
 #: are removed.
 NOTE_BYTES = 512 << 20
 

@@ -2,8 +2,7 @@
 
     <cache_dir>/.index/<process>.<n>.sources    hashes that one process noted (monai_gds.shared.notes)
 
-A file is a sequence of 40-byte entries: a 16-byte key (the hash of a path and its ``stat``), the 16-byte content hash,
-and an 8-byte checksum. A torn or garbled entry fails its checksum and counts as absent.
+A note is a 16-byte key, the hash of a path and its ``stat``, and the 16-byte content hash, together 64 hex digits.
 
 The memo only saves time. If it cannot be read or written, nothing fails, and source files are read more often.
 
@@ -19,20 +18,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from itertools import islice
-
-import xxhash
+from itertools import chain
 
 from monai_gds import limits
 from monai_gds.base.file_systems import LOCAL, kind_of
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes
 
-_ENTRY = 40  # bytes: key, content, checksum
+_NOTE = re.compile(b"[0-9a-f]{64}")
 
 #: Seconds between looks at other processes' files, and between writes of our own.
 _REFRESH_SECONDS = 1.0
@@ -48,7 +45,7 @@ class SourceMemo:
     """The memo of one cache folder, as one process sees it. Without a folder it is in memory only."""
 
     def __init__(self, folder: str | None) -> None:
-        self._notes = None if folder is None else Notes(folder, "sources", lambda data: len(data) // _ENTRY * _ENTRY)
+        self._notes = None if folder is None else Notes(folder, "sources")
         self._found: dict[bytes, bytes] = {}  # contents by key
         self._own = PerProcess(_Own)
 
@@ -60,23 +57,25 @@ class SourceMemo:
             if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
                 with own.lock:  # others wait, since what they miss is being read
                     if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
-                        for data in self._notes.added().values():
-                            room = max(0, limits.KNOWN_FILES - len(self._found))
-                            self._found.update(islice(_entries(data), room))
+                        for text in filter(_NOTE.fullmatch, chain(*self._notes.added().values())):
+                            self._keep(bytes.fromhex(text.decode()))
                         own.refreshed = time.monotonic()
                 found = self._found.get(key)
         return found
 
     def put(self, key: bytes, content: bytes, *, for_others: bool = True) -> None:
         """Remembers a 16-byte content hash under a 16-byte key; ``for_others``, writes it, from time to time."""
-        if len(self._found) < limits.KNOWN_FILES:
-            self._found[key] = content
+        self._keep(key + content)
         if self._notes is None or not for_others:
             return
         own = self._own()
-        own.waiting.append(_entry(key, content))
+        own.waiting.append((key + content).hex().encode())
         if len(own.waiting) >= limits.MEMO_WAITING_ITEMS or time.monotonic() - own.flushed >= _REFRESH_SECONDS:
             self.flush()
+
+    def _keep(self, note: bytes) -> None:
+        if len(self._found) < limits.KNOWN_FILES:
+            self._found[note[:16]] = note[16:]
 
     def flush(self) -> None:
         """Writes the entries that wait. If that fails, they are dropped."""
@@ -86,13 +85,13 @@ class SourceMemo:
         with contextlib.suppress(IndexError):  # without a lock: other threads may append meanwhile
             while True:
                 entries.append(own.waiting.popleft())
-        if entries and self._notes is not None:
-            self._notes.append(b"".join(entries))
+        if self._notes is not None:
+            self._notes.append(entries)
 
     def tidy(self) -> None:
         """Merges the files of ended processes if there are many."""
         if self._notes is not None:
-            self._notes.tidy(_merged)
+            self._notes.tidy()
 
 
 class _Own:
@@ -127,20 +126,3 @@ class Ages:
         if len(self._young) < limits.YOUNG_FILES or path in self._young:
             self._young[path] = (state, time.monotonic())
         return False
-
-
-def _entry(key: bytes, content: bytes) -> bytes:
-    return key + content + xxhash.xxh3_64_digest(key + content)
-
-
-def _entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The keys and contents of whole entries."""
-    for at in range(0, len(data), _ENTRY):
-        entry = data[at : at + _ENTRY]
-        if _entry(entry[:16], entry[16:32]) == entry:
-            yield entry[:16], entry[16:32]
-
-
-def _merged(files: list[bytes]) -> bytes:
-    """The whole entries of several files, each once."""
-    return b"".join(_entry(*pair) for pair in dict.fromkeys(pair for data in files for pair in _entries(data)))
