@@ -148,9 +148,6 @@ class Values(Code):
         ordered: whether the order of dicts counts.
     """
 
-    #: Containers with more members are described by their digest.
-    _MOST_DESCRIBED = 32
-
     def __init__(
         self, root: str | None = None, *, exact: bool = False, describes: bool = False, ordered: bool = False
     ) -> None:
@@ -231,23 +228,6 @@ class Values(Code):
                 own = self.own_code(type(value), where)
                 plain += [*own, *self.attributes(value, where)] if own else []
         return plain
-
-    def each(self, values: Sequence[Any] | Iterable[Any], where: str) -> list[bytes]:
-        members = list(values)
-        if self.description is None or len(members) <= self._MOST_DESCRIBED:
-            return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
-        with self.silence():
-            found = [self.digest(v, where) for v in members]
-        self.describe(where, f"{len(members)} values, {join(found).hex()[:8]}")
-        return found
-
-    def pairs(self, value: Mapping[Any, Any], where: str) -> list[bytes]:
-        pairs = []
-        for key, v in value.items():
-            name = f"{where}[{key!r}]"
-            content = b"device" if self.is_device(key, v) else self.digest(v, name)
-            pairs.append(self.digest(key, f"{where}'s key {key!r}") + content)
-        return sorted(pairs)
 
     # Arrays
 
