@@ -1,4 +1,4 @@
-"""The output of every benchmark: a table of rates with median and range, the same as JSON, and a bar chart.
+"""The output of every benchmark: a table of rates with median and range, or the same as JSON.
 
 A benchmark makes one :class:`Report` per question ("load to the GPU") with one :class:`Row` per competitor, and passes
 the list to :func:`emit`. A competitor that cannot run here keeps its row, with the reason.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import platform
 import statistics
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +49,7 @@ class Report:
     unit: str  # of every sample, GB/s for instance; of a rate, more is better
     rows: Sequence[Row]  # the competitors, in the order of the table
     reference: str | None = None  # the name of the row that the others are compared with
-    ceilings: Sequence[Row] = ()  # what the machine allows: at the end of the table, lines in the plot
+    ceilings: Sequence[Row] = ()  # what the machine allows: at the end of the table, lines in a chart
 
     def ratio(self, row: Row) -> float | None:
         """The row's median divided by the reference's; None if either did not run."""
@@ -149,20 +147,17 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def emit(reports: Sequence[Report], *, as_json: bool | Path, plot: Path | None, about: Mapping[str, Any]) -> None:
-    """Prints the reports to standard output, and draws them if ``plot`` is given.
+def emit(reports: Sequence[Report], *, as_json: bool | Path, about: Mapping[str, Any]) -> None:
+    """Prints the reports to standard output.
 
     Args:
         reports: the tables.
         as_json: print one JSON object, ``{"about": …, "reports": […]}``, instead of tables; into a file, beside them.
-        plot: a file for the bar chart; its suffix decides the format.
         about: :func:`machine` and the benchmark's own settings.
 
     Raises:
         BackendUnavailable: no row has a figure; the reasons were printed.
     """
-    if plot is not None:
-        draw(reports, caption=str(about["date"])).savefig(plot, dpi=150)
     found = json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2)
     if isinstance(as_json, Path):
         as_json.write_text(f"{found}\n")
@@ -178,44 +173,3 @@ def emit(reports: Sequence[Report], *, as_json: bool | Path, plot: Path | None, 
         stdout.print(settings, style="dim", markup=False, soft_wrap=True)
     if not any(row.samples for report in reports for row in report.rows):
         raise BackendUnavailable("nothing could be measured here; see the reasons above")
-
-
-def draw(reports: Sequence[Report], caption: str = "") -> Any:
-    """Draws one panel per report: bars at the medians, whiskers over the range, ceilings as dashed lines.
-
-    Returns a ``matplotlib.figure.Figure``, which a notebook displays. Raises ImportError without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'") from e
-    tallest = max((len(report.rows) + len(report.ceilings) for report in reports), default=0)
-    columns = max(1, math.ceil(math.sqrt(len(reports))))
-    lines = max(1, math.ceil(len(reports) / columns))
-    figure = Figure(figsize=(5.5 * columns, (1.6 + 0.35 * tallest) * lines), layout="constrained")
-    for index, report in enumerate(reports):
-        _draw(report, figure.add_subplot(lines, columns, index + 1))
-    if caption:
-        figure.supxlabel(caption, fontsize=8)
-    return figure
-
-
-def _draw(report: Report, axes: Any) -> None:
-    samples = [row.samples or (0.0,) for row in report.rows]
-    medians = [statistics.median(figures) for figures in samples]
-    below = [median - min(figures) for median, figures in zip(medians, samples, strict=True)]
-    above = [max(figures) - median for median, figures in zip(medians, samples, strict=True)]
-    axes.barh([row.name for row in report.rows], medians, xerr=[below, above], capsize=3)
-    for place, row in enumerate(report.rows):
-        if not row.samples:  # a bar of length zero would look like a figure
-            axes.text(0, place, " not here", va="center", fontsize=8)
-    axes.invert_yaxis()
-    for number, row in enumerate(report.ceilings):
-        if row.median is not None:
-            label = f"{row.name}: {_figure(row.median)}"
-            axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
-    if any(row.samples for row in report.ceilings):
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    axes.set_title(textwrap.fill(report.title, 36), fontsize=9)
-    axes.set_xlabel(report.unit)
-    axes.tick_params(labelsize=8)

@@ -13,10 +13,10 @@ from monai_gds.command import options
 from monai_gds.command.bench_loaders import loaders
 from monai_gds.command.bench_tensor import app as tensor_app
 from monai_gds.command.bench_training import training
-from monai_gds.command.options import DatasetArguments, JsonOption, PlotOption, dataset_from
+from monai_gds.command.options import DatasetArguments, JsonOption, dataset_from
 
 app = options.app("Measure this machine and your pipeline.", "bench dataset --function training:make_dataset")
-app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")(loaders)
+app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --crop 224")(loaders)
 app.command("training", epilog="Example: monai-gds bench training --heavy --json heavy.json")(training)
 app.add_typer(tensor_app, name="tensor")
 
@@ -42,7 +42,6 @@ def dataset(
         bool, typer.Option("--cold", help="Drop each dataset's files from the page cache before each of its epochs.")
     ] = False,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Compare cached epochs over your pipeline with those of MONAI's datasets.
 
@@ -59,4 +58,4 @@ def dataset(
     drive = cache_dir or own.cache_dir
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=drive) as folder, progress() as bars:
         report = beside_others(own, Path(folder), items, batch_size, repeats, cold, bars)
-    emit([report], as_json=as_json, plot=plot, about={**machine(own.device), "batch size": batch_size})
+    emit([report], as_json=as_json, about={**machine(own.device), "batch size": batch_size})

@@ -50,9 +50,6 @@ from monai_gds.keys.syntax import Tree, tree_of, tree_of_file
 
 _DEVICE = "cpu|cuda|mps|xpu"
 
-#: Containers with more members are described by their digest.
-_MOST_DESCRIBED = 32
-
 
 def join(parts: Iterable[bytes]) -> bytes:
     """The digest of several parts, 16 bytes."""
@@ -94,6 +91,9 @@ class Definitions:
         writes_files: greater than 0 inside a transform that writes the files it names.
     """
 
+    #: Containers with more members are described by their digest.
+    _MOST_DESCRIBED = 32
+
     def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
         self._exact, self._ordered = exact, ordered
         self.description: dict[str, str] | None = {} if describes else None
@@ -123,7 +123,7 @@ class Definitions:
     def each(self, values: Iterable[Any], where: str) -> list[bytes]:
         """The digests of several values."""
         members = list(values)
-        if self.description is None or len(members) <= _MOST_DESCRIBED:
+        if self.description is None or len(members) <= self._MOST_DESCRIBED:
             return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
         with self.silence():
             found = [self.digest(v, where) for v in members]

@@ -173,25 +173,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
         run("cache", "verify", tmp_path)
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = run("bench", "dataset", "--function", "of_nobody:make", "--plot", tmp_path / "x.png")
-    assert done.exit_code == 1
-    assert "monai_gds[bench]" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["nowhere/x.png", "x.nonsense"])
-def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed on this machine")
-    done = run("bench", "dataset", "--function", "of_nobody:make", "--plot", tmp_path / name)
-    assert done.exit_code == 2
-    assert "--plot" in done.output
-
-
 @pytest.mark.parametrize(
     ("command", "meant"),
     [(["doctr"], "'doctor'"), (["bench", "trainin"], "'training'"), (["prune"], "'cache prune'"), (["sevnteen"], "")],

@@ -15,7 +15,7 @@ from monai_gds.base.console import progress, progress_bar, say_lines, stderr
 from monai_gds.command.bench_loaders import BatchOption, DatadirOption, image_folder
 from monai_gds.command.bench_tensor import FolderOption, LoopOption, tidy_ending
 from monai_gds.command.bench_training import training
-from monai_gds.command.options import DeviceOption, JsonOption, PlotOption, known_device, one_of
+from monai_gds.command.options import DeviceOption, JsonOption, known_device, one_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -41,9 +41,7 @@ _USUAL = ("volumes", "crops", "hits", "first")
 _IMAGES = 1000
 
 
-@app.command(
-    "dataset", epilog="Example: python -m tools.bench dataset --items 16 --side 210 --loader --plot epochs.png"
-)
+@app.command("dataset", epilog="Example: python -m tools.bench dataset --items 16 --side 210 --loader")
 def dataset(
     cache_dir: Annotated[
         Path | None,
@@ -66,7 +64,6 @@ def dataset(
         typer.Option(help=f"One of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}."),
     ] = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Compare GDSDataset with MONAI's datasets, over made-up volumes.
 
@@ -101,7 +98,7 @@ def dataset(
         work = Workload(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)
         measure = _measurements(work, bars)
         reports = [report for name in _WORKLOADS if name in (only or _USUAL) for report in measure[name]()]
-    emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batch_size})
+    emit(reports, as_json=as_json, about={**machine(target), "batch size": batch_size})
 
 
 def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list[Report]]]:
@@ -124,7 +121,7 @@ def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list
     }
 
 
-@app.command("dali", epilog="Example: python -m tools.bench dali --make 2000 --plot dali.png")
+@app.command("dali", epilog="Example: python -m tools.bench dali --make 2000")
 def dali(
     store: Annotated[
         Path | None,
@@ -149,7 +146,6 @@ def dali(
     repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each row.")] = 5,
     device: DeviceOption = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Measure feeding DALI from arrays in memory and from a Squirrel store.
 
@@ -176,7 +172,7 @@ def dali(
         settings = bench.DaliSettings(store, target, batchsize, threads, repeats)
         with stderr.status("measuring…"):
             reports = bench.measure(settings, questions)
-    emit(reports, as_json=as_json, plot=plot, about={**machine(target), "batch size": batchsize})
+    emit(reports, as_json=as_json, about={**machine(target), "batch size": batchsize})
 
 
 @app.command("tune", epilog="Example: python -m tools.bench tune --nvme-folder /mnt/nvme > tuned.json")
@@ -195,7 +191,7 @@ def tune_command(
     target = resolve_device(device)
     with tidy_ending(), progress_bar("tuning") as progress:
         reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)
-    emit(reports, as_json=as_json, plot=None, about={**machine(target), **({"best": best} if as_json else {})})
+    emit(reports, as_json=as_json, about={**machine(target), **({"best": best} if as_json else {})})
     if not as_json:
         say_lines([json.dumps({"aio": best})])
 
@@ -210,7 +206,6 @@ def blocks(
     batch: Annotated[int, typer.Option(min=1, help="Files read together.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each method.")] = 5,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Read many small files by their blocks: xnvme-block against threads with O_DIRECT, and buffered reads."""
     from monai_gds.bench.report import emit, machine
@@ -219,7 +214,7 @@ def blocks(
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder) as made:
         report = measure(SmallFiles(Path(made), files, nbytes, batch, repeats))
         about = {**machine(), **describe_block_map(Path(made))}
-    emit([report], as_json=as_json, plot=plot, about=about)
+    emit([report], as_json=as_json, about=about)
 
 
 @app.command("memory", epilog="Example: python -m tools.bench memory --gigabytes 0.9 --size 128 128 128")
@@ -233,7 +228,6 @@ def memory(
         typer.Option(help="A folder on the drive; default: the temporary folder.", exists=True, file_okay=False),
     ] = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Count what epochs read from the drive where memory is short.
 
@@ -248,7 +242,7 @@ def memory(
 
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
         report = short_memory.memory(Path(folder), volumes, size, int(gigabytes * 1e9), epochs, bars)
-    emit([report], as_json=as_json, plot=plot, about=machine())
+    emit([report], as_json=as_json, about=machine())
 
 
 @app.command("training", epilog="Example: python -m tools.bench training --heavy --json heavy.json")
