@@ -48,21 +48,24 @@ class Quick(Volume):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    before = running()
     yield
     set_determinism(None)
     gc.collect()
-    assert not left()
-
-
-def left() -> list[object]:
-    """Threads of loops and processes that are still there after a while."""
     end = time.monotonic() + 20
-    while True:
-        threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
-        found = [*threads, *multiprocessing.active_children()]
-        if not found or time.monotonic() > end:
-            return found
+    while (left := running() - before) and time.monotonic() < end:
         time.sleep(0.01)
+    for process in multiprocessing.active_children():
+        if process in left and process.pid is not None:
+            os.kill(process.pid, signal.SIGABRT)  # pytest's faulthandler prints where it is
+            process.join()
+    assert not left
+
+
+def running() -> set[object]:
+    """Threads of loops, and processes."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
+    return {*threads, *multiprocessing.active_children()}
 
 
 def make(folder: Path, *random: Any) -> GDSDataset:
@@ -180,6 +183,28 @@ def test_a_loop_that_is_left_at_any_batch(tmp_path: Path, programs: str) -> None
         del loop
         assert len(list(loader)) == COUNT
     loader.idle.clear()
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("taken", [COUNT - 1, COUNT, COUNT + 1])
+def test_processes_end_with_their_loader(tmp_path: Path, programs: str, taken: int) -> None:
+    """Also where the collector does not run."""
+    dataset = make(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        loader = load(dataset, programs)
+        loop = iter(loader)
+        for _ in range(taken):
+            next(loop, None)
+        assert len(multiprocessing.active_children()) == 2
+        del loader, loop
+        end = time.monotonic() + 20
+        while multiprocessing.active_children():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 class Fails(mt.RandomizableTransform):
