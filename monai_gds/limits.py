@@ -187,8 +187,8 @@ KEYED_ITEMS = 10_000
 #: nothing where all items hit. Mostly all items name what the run writes, so the first ones show it.
 REPEATED_ITEMS = 4096
 
-#: Source files, and files in source folders, whose content hash a process remembers, whether it or another read them:
-#: at most about 200 MB. Others are read again in every process.
+#: How many hashes of sources a process remembers, at about 200 bytes each, before it leaves out those of the files in a
+#: source folder, and keeps that of the folder. When such a folder changes, all that is in it is read again.
 KNOWN_FILES = 1_000_000
 
 #: Source files remembered by the state in which this process first saw them, at most about 200 MB.

@@ -57,25 +57,23 @@ class SourceMemo:
             if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
                 with own.lock:  # others wait, since what they miss is being read
                     if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
-                        for text in filter(_NOTE.fullmatch, chain(*self._notes.added().values())):
-                            self._keep(bytes.fromhex(text.decode()))
+                        texts = filter(_NOTE.fullmatch, chain(*self._notes.added().values()))
+                        notes = (bytes.fromhex(text.decode()) for text in texts)
+                        self._found.update((note[:16], note[16:]) for note in notes)
                         own.refreshed = time.monotonic()
                 found = self._found.get(key)
         return found
 
     def put(self, key: bytes, content: bytes, *, for_others: bool = True) -> None:
         """Remembers a 16-byte content hash under a 16-byte key; ``for_others``, writes it, from time to time."""
-        self._keep(key + content)
+        if for_others or len(self._found) < limits.KNOWN_FILES:
+            self._found[key] = content
         if self._notes is None or not for_others:
             return
         own = self._own()
         own.waiting.append((key + content).hex().encode())
         if len(own.waiting) >= limits.MEMO_WAITING_ITEMS or time.monotonic() - own.flushed >= _REFRESH_SECONDS:
             self.flush()
-
-    def _keep(self, note: bytes) -> None:
-        if len(self._found) < limits.KNOWN_FILES:
-            self._found[note[:16]] = note[16:]
 
     def flush(self) -> None:
         """Writes the entries that wait. If that fails, they are dropped."""
