@@ -310,5 +310,6 @@ DALI_PREFETCH_BATCHES = 2
 #: Host buffers for batches that are kept for reuse.
 IMAGE_BUFFERS = 8
 
-#: Bytes of images per packed file, some 300 of ImageNet's: few files, each packed in memory.
+#: Bytes of images per packed file, some 300 of ImageNet's. Large enough to be read in several pieces at once, and small
+#: enough that a window of eight files, and as many read ahead, fit into memory.
 PACKED_FILE_BYTES = 32 << 20

@@ -50,10 +50,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             if there is none.
         decode: decode with DALI, on the GPU if ``device`` is one. False yields encoded bytes as a list of 1-D uint8
             tensors on ``device``. Without ``graph``, DALI is then not used and need not be installed. The tensors of a
-            batch are slices of one buffer, which any one of them keeps alive.
+            batch are slices of one buffer (packed: of one file's images), which any one of them keeps alive.
         file_list, files, labels: name the images, as in ``fn.readers.file``; see
             :func:`~monai_gds.imagenet.source.open_images`.
-        shuffle: a new order of all images in every epoch.
+        shuffle: a new order of all images in every epoch, unless ``window`` is given.
         seed: seeds the order, crops and flips. They depend on the epoch and the image alone: not on its batch, on
             shards, or on where a run was continued. (DALI seeds random operators of a ``graph`` by itself, whenever it
             builds a pipeline; they differ between shards.)
@@ -79,8 +79,11 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
             batch, and note it in ``broken``. Otherwise it raises BrokenImage. (In a ``graph`` with ``decode=False``, a
             file that is no image can crash DALI 2.4's decoders in batches of 32 and more.)
-        num_threads, prefetch_queue_depth, exec_dynamic: DALI's own, see
+        num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.dali.pipeline.execution`.
+        window: reads a packed folder in whole files, as suits spinning disks, and shuffles within so many files at a
+            time. Batches then hold images of few classes, which trainings may not bear, and so many files, and as many
+            read ahead, are held in memory. By default each image is read by itself.
         storage_options: keyword arguments of the storage backend.
 
     Attributes:
@@ -136,7 +139,9 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         num_threads: int | None = None,
         prefetch_queue_depth: int | None = None,
         exec_dynamic: bool | None = None,
+        window: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        threads: int | None = None,
         **others: Any,
     ) -> None:
         _refuse(others)
@@ -156,10 +161,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         shard_id, num_shards = _shard(shard_id, num_shards)
         self._sampler = Sampler(
             len(images), batch_size, shuffle, seed, shard_id, num_shards,
-            policy_named(last_batch, last_batch_policy),
+            policy_named(last_batch, last_batch_policy), images.bounds, window,
         )  # fmt: skip
-        how = execution(num_threads, prefetch_queue_depth, exec_dynamic)
-        self._reader = self._open_reader(images, options=storage_options)
+        how = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
+        self._reader = self._open_reader(images, window=window, options=storage_options)
         self._pipe = self._make_pipeline(how)
         self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
@@ -208,7 +213,9 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     def __repr__(self) -> str:
         sampler, images = self._sampler, self.images
-        order = "shuffled" if sampler.shuffle else "in order"
+        whole = images.bounds is None or sampler.window is None
+        order = f"shuffled {'as a whole' if whole else f'within windows of {sampler.window} files'}"
+        order = order if sampler.shuffle else "in order"
         return (
             f"<ImageNetDataset: {len(images)} images of {images.root}, {order}, in batches of {sampler.batch_size}; "
             f"reader={self.reader!r}, shard {sampler.shard_id} of {sampler.num_shards}, {self.device}>"

@@ -2,14 +2,16 @@
 
 A reader is given the image indices of every batch of an epoch and yields one :class:`Batch` for each. It decides which
 files to read when; :mod:`~monai_gds.imagenet.files.image_storage` does the reading. The images of a batch are slices
-of one buffer: with small files, Python calls cost more time than bytes.
+of one buffer, or of one buffer per large file: with small files, Python calls cost more time than bytes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,9 +66,8 @@ class FileReader:
                     return
                 yield self._finish(*under_way[0])  # no local variable, which would keep the buffer from its next use
                 under_way.popleft()
-        finally:  # bytes that are not needed any more must not be written to a buffer that is used again
-            for _, fetch in under_way:
-                _ = fetch.pending.errors
+        finally:
+            _settle(under_way)
 
     def _start(self, indices: np.ndarray) -> Fetch:
         sizes: np.ndarray = self.images.sizes[indices]
@@ -95,6 +96,12 @@ class FileReader:
     def close(self) -> None:
         """Frees threads and memory."""
         self._storage.close()
+
+
+def _settle(under_way: Iterable[tuple[object, Fetch]]) -> None:
+    """Waits for reads whose bytes are not needed any more, so that they cannot write to a reused buffer."""
+    for _, fetch in under_way:
+        _ = fetch.pending.errors
 
 
 #: Which images of packed folders matched their checksum, by the identities of a folder's files.
@@ -154,3 +161,84 @@ class RangeReader(FileReader):
             path = packed.file_path(int(packed.file_of(index)[0]))
             raise damaged(path, f"the bytes of {name!r} do not match their checksum")
         self._known[indices] = True
+
+
+class PackedReader(RangeReader):
+    """Images of a packed folder. Each large file is read once per epoch, in one go, and kept while batches need it.
+
+    ``ahead`` files are read before they are needed.
+    """
+
+    def __init__(self, images: PackedImages, storage: ImageStorage, *, ahead: int) -> None:
+        super().__init__(images, storage)
+        self._ahead = ahead
+
+    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
+        coming = deque(_uses(self._packed, batches))
+        new_files = np.bincount([use.first for use in coming], minlength=len(batches)).tolist()
+        under_way: deque[tuple[_FileUse, Fetch]] = deque()
+        held: dict[int, _HeldFile] = {}
+        try:
+            for number, indices in enumerate(batches):
+                while coming and len(under_way) < self._ahead + new_files[number]:
+                    use = coming.popleft()
+                    under_way.append((use, self._start(np.arange(use.begin, use.end))))
+                for _ in range(new_files[number]):
+                    held[under_way[0][0].file] = _HeldFile(*under_way[0])
+                    under_way.popleft()
+                files = self._packed.file_of(indices).tolist()
+                images = [held[f].image(i) for f, i in zip(files, indices.tolist(), strict=True)]
+                used = [held[f] for f in set(files)]
+                for file in used:
+                    file.users += 1
+                for last_used in [f for f, file in held.items() if file.use.last == number]:
+                    held.pop(last_used).release()
+                yield Batch(indices, images, self.images.labels[indices], partial(_release, used))
+        finally:
+            _settle(under_way)
+
+
+class _FileUse(NamedTuple):
+    """What an epoch needs of one large file: images ``begin`` to ``end``, in batches ``first`` to ``last``."""
+
+    file: int
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+def _uses(packed: PackedImages, batches: Sequence[np.ndarray]) -> list[_FileUse]:
+    """The large files that these batches need, in the order in which they are first needed."""
+    images = np.concatenate(batches)
+    batch = np.repeat(np.arange(len(batches)), [len(b) for b in batches])
+    files = packed.file_of(images)
+    by_file = np.argsort(files, kind="stable")
+    files, starts = np.unique(files[by_file], return_index=True)
+    images, batch = images[by_file], batch[by_file]
+    begin, end = np.minimum.reduceat(images, starts), np.maximum.reduceat(images, starts) + 1
+    table = np.stack([files, begin, end, batch[starts], np.maximum.reduceat(batch, starts)], axis=1)
+    return [_FileUse(*row) for row in table[np.argsort(by_file[starts])].tolist()]
+
+
+class _HeldFile:
+    """One large file's images in memory, for as long as the reader or a batch needs them."""
+
+    def __init__(self, use: _FileUse, fetch: Fetch) -> None:
+        self.use = use
+        self.users = 1  # the reader
+        self._images = fetch.wait()
+        self._free = fetch.release
+
+    def image(self, index: int) -> torch.Tensor:
+        return self._images[index - self.use.begin]
+
+    def release(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self._free()
+
+
+def _release(files: Sequence[_HeldFile]) -> None:
+    for file in files:
+        file.release()

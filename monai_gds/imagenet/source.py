@@ -17,7 +17,7 @@ from monai_gds.imagenet.files.listing import ImageList, StrPath, list_block_map,
 from monai_gds.imagenet.files.named_files import labels_array, list_files, read_file_list
 from monai_gds.imagenet.files.packed import PackedImages, is_packed, open_packed
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler
-from monai_gds.imagenet.readers import Batch, FileReader, RangeReader
+from monai_gds.imagenet.readers import Batch, FileReader, PackedReader, RangeReader
 from monai_gds.storage import resolve_device
 from monai_gds.storage.registry import backend_names, backend_options
 
@@ -92,7 +92,7 @@ def open_images(
 
 
 def open_reader(
-    name: str, images: ImageList, device: torch.device, *, pinned: bool = False,
+    name: str, images: ImageList, device: torch.device, *, pinned: bool = False, window: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> FileReader:  # fmt: skip
     """Opens one of :data:`READERS`.
@@ -102,6 +102,7 @@ def open_reader(
         images: what to read.
         device: where encoded images go.
         pinned: host buffers are pinned, for a decoder on a GPU.
+        window: a packed folder is read in whole files, and so many of them ahead. None: each batch by itself.
         options: keyword arguments of the storage backend.
 
     Raises:
@@ -117,7 +118,9 @@ def open_reader(
     name = "auto" if name == _PACKED else name
     options = _with_map(images, backend_options(name, device), options or {})
     storage = ImageStorage(name, device, pinned=pinned, options=options)
-    return RangeReader(images, storage) if isinstance(images, PackedImages) else FileReader(images, storage)
+    if isinstance(images, PackedImages):
+        return RangeReader(images, storage) if window is None else PackedReader(images, storage, ahead=window)
+    return FileReader(images, storage)
 
 
 def _with_map(images: ImageList, takes: frozenset[str], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,7 +155,7 @@ class ImageSource:
         device: where the encoded images go. ``fn.external_source(device=…)`` must be given the same. Decoders want the
             CPU.
         file_list, files, labels: name the images, see :func:`open_images`.
-        shuffle, seed, shard_id, num_shards, last_batch: see
+        shuffle, seed, shard_id, num_shards, last_batch, window: see
         :class:`~monai_gds.imagenet.files.sampling.Sampler`.
         keep: batches; at least DALI's ``prefetch_queue_depth`` + 1.
         storage_options: keyword arguments of the storage backend.
@@ -191,12 +194,15 @@ class ImageSource:
         shard_id: int = 0,
         num_shards: int = 1,
         last_batch: LastBatch = "partial",
+        window: int | None = None,
         keep: int = 8,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.images = images = open_images(root, file_list=file_list, files=files, labels=labels)
-        self._sampler = Sampler(len(images), batch_size, shuffle, seed, shard_id, num_shards, last_batch)
-        self._reader = open_reader(reader, images, resolve_device(device), options=storage_options)
+        self._sampler = Sampler(
+            len(images), batch_size, shuffle, seed, shard_id, num_shards, last_batch, images.bounds, window
+        )
+        self._reader = open_reader(reader, images, resolve_device(device), window=window, options=storage_options)
         self._keep = keep
         self._epoch = 0
 

@@ -84,7 +84,7 @@ def test_each_image_is_what_its_label_says(
 ) -> None:
     """When it comes, and when the epoch is over, of a consumer that is slower and of one that is faster than DALI."""
     dataset = ImageNetDataset(
-        packed if reader == "packed" else numbered, 8, reader, "cpu", shuffle=True, num_threads=1,
+        packed if reader == "packed" else numbered, 8, reader, "cpu", shuffle=True, num_threads=1, window=1,
         prefetch_queue_depth=depth, exec_dynamic=dynamic,
     )  # fmt: skip
     for pause in (0.002, 0.0):
@@ -152,6 +152,7 @@ def test_dali_works_so_many_batches_ahead(depth: int | None) -> None:
         ({"prefetch_queue_depth": {"cpu_size": 2}}, "prefetch_queue_depth must be an int"),
         ({"num_threads": 0}, "num_threads=0: must be positive"),
         ({"num_threads": 1.5}, "num_threads must be an int"),
+        ({"num_threads": 1, "threads": 1}, "give one of them"),
     ],
 )
 def test_what_dali_would_not_take(numbered: Path, arguments: dict[str, Any], message: str) -> None:

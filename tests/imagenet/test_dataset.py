@@ -167,7 +167,7 @@ def test_the_policies_are_those_of_dalis_iterator(folder: Path) -> None:
 @pytest.mark.parametrize("reader", ["posix", "packed"])
 def test_a_shuffled_epoch_has_each_image_once(folder: Path, packed: Path, reader: str) -> None:
     expected = sorted(samples(dataset(folder, decode=False)))
-    ours = dataset(packed if reader == "packed" else folder, 4, reader, decode=False, shuffle=True, seed=1)
+    ours = dataset(packed if reader == "packed" else folder, 4, reader, decode=False, shuffle=True, seed=1, window=2)
     first, second = samples(ours), samples(ours)
     assert sorted(first) == sorted(second) == expected
     assert first != second
@@ -659,7 +659,9 @@ def test_what_it_is_printed_as(folder: Path, packed: Path) -> None:
     assert repr(dataset(folder, 4, shard_id=1, num_shards=2)) == (
         f"<ImageNetDataset: 23 images of {folder}, in order, in batches of 4; reader='auto', shard 1 of 2, cpu>"
     )
-    assert f"{packed}, shuffled, in" in repr(dataset(packed, shuffle=True))
+    assert f"{folder}, shuffled as a whole, in" in repr(dataset(folder, shuffle=True, window=8))
+    assert f"{packed}, shuffled as a whole, in" in repr(dataset(packed, shuffle=True))
+    assert f"{packed}, shuffled within windows of 8 files, in" in repr(dataset(packed, shuffle=True, window=8))
 
 
 def test_a_root_that_is_nothing(tmp_path: Path) -> None:

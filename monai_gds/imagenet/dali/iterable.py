@@ -34,7 +34,7 @@ class DaliIterator:
         already_batched: items are batches: arrays with a leading batch axis, or lists of arrays.
         device: where DALI works: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device if there is one
             and the CPU if not.
-        num_threads, prefetch_queue_depth, exec_dynamic: DALI's own, see
+        num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.dali.pipeline.execution`.
         last_batch_policy: DALI's ``LastBatchPolicy``, or its name: what becomes of an epoch's last samples if they do
             not fill a batch. ``PARTIAL``, the default, makes a smaller batch, ``FILL`` repeats the last sample, and
@@ -76,6 +76,7 @@ class DaliIterator:
         last_batch_policy: Any = None,
         seed: int = 0,
         layouts: Mapping[str, str] | None = None,
+        threads: int | None = None,
     ) -> None:
         check_int("batch_size", batch_size)
         if batch_size < 1:
@@ -83,7 +84,7 @@ class DaliIterator:
         if already_batched and last_batch_policy is not None:
             raise ValueError("last_batch_policy is for samples: a source of batches has already made its last batch")
         self._last_batch = policy_named(None, last_batch_policy)
-        self._execution = execution(num_threads, prefetch_queue_depth, exec_dynamic)
+        self._execution = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         dali()  # an error now, not at the first batch
         self.device = resolve_device(device)
         self._source = source

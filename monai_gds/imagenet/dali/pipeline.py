@@ -54,6 +54,7 @@ def execution(
     num_threads: int | None = None,
     prefetch_queue_depth: int | None = None,
     exec_dynamic: bool | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Checks the arguments of DALI's pipelines that control how they run, and fills in defaults.
 
@@ -61,10 +62,14 @@ def execution(
         num_threads: CPU threads. Default: one per core, at most 8.
         prefetch_queue_depth: batches that DALI works on ahead of the consumer. Default: 2, as in DALI.
         exec_dynamic: DALI's dynamic executor, or the older one, whose outputs are copied. Default: DALI's own.
+        threads: another name for ``num_threads``.
 
     Raises:
-        ValueError: a number is not an int, or not positive.
+        ValueError: a number is not an int, or not positive; or both ``num_threads`` and ``threads`` are given.
     """
+    if threads is not None and num_threads is not None:
+        raise ValueError("threads is another name for num_threads: give one of them")
+    num_threads = threads if num_threads is None else num_threads
     chosen = {"num_threads": min(8, os.cpu_count() or 1), "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES}
     for name, value in (("num_threads", num_threads), ("prefetch_queue_depth", prefetch_queue_depth)):
         if value is not None:

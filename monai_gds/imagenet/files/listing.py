@@ -64,6 +64,11 @@ class ImageList:
     blocks: BlockMap | None = None
     rounded: np.ndarray | None = None
 
+    @property
+    def bounds(self) -> np.ndarray | None:
+        """None; see :class:`~monai_gds.imagenet.files.packed.PackedImages`."""
+        return None
+
     def __len__(self) -> int:
         return len(self.names)
 

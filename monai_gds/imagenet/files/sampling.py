@@ -81,6 +81,8 @@ class Sampler:
         last_batch: ``"fill"`` repeats the shard's last image until the last batch is full; ``"drop"`` drops an
             incomplete last batch; ``"partial"`` makes the last batch smaller, and repeats one image if this shard would
             otherwise have one batch fewer than another; ``"exact"`` repeats none, so that the last batch may be empty.
+        bounds: where the files of a packed folder begin and end, (files + 1,); None for single images.
+        window: with ``bounds``, files are shuffled, and then images within this many files at a time. None: all images.
 
     Raises:
         ValueError: an argument is not an int or out of range, or there would be no batch.
@@ -93,16 +95,21 @@ class Sampler:
     shard_id: int = 0
     num_shards: int = 1
     last_batch: LastBatch = "partial"
+    bounds: np.ndarray | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seed", "shard_id", "num_shards"):
             check_int(name, getattr(self, name))
+        check_int("window", window := 1 if self.window is None else self.window)
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: at least one image per batch is needed")
         if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:
             raise ValueError(f"shard_id={self.shard_id} must be at least 0 and below num_shards={self.num_shards}")
         if self.last_batch not in get_args(LastBatch):
             raise ValueError(f"last_batch={self.last_batch!r} must be one of {', '.join(get_args(LastBatch))}")
+        if window < 1:
+            raise ValueError(f"window={self.window}: at least one file is needed")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
         if self.count < self.num_shards:
@@ -132,10 +139,13 @@ class Sampler:
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """The image indices of each batch of an epoch, int64."""
-        order = np.arange(self.count)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
-        order = order[self._share]
+        order = self._order(epoch)[self._share]
+        if self.shuffle and self.bounds is not None and self.window:
+            # within windows of whole files, whose images are adjacent
+            random = np.random.default_rng([self.seed, epoch, self.shard_id])
+            file = np.searchsorted(self.bounds, order, side="right")
+            nth_file = np.concatenate([[0], np.cumsum(file[1:] != file[:-1])])
+            order = order[np.lexsort((random.random(len(order)), nth_file // self.window))]
         missing = len(self) * self.batch_size - len(order)
         if self.last_batch == "partial":
             missing = max(0, missing - self.batch_size + 1)
@@ -144,3 +154,12 @@ class Sampler:
         if missing > 0:
             order = np.concatenate([order, np.full(missing, order[-1])])
         return [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self))]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.count)
+        random = np.random.default_rng([self.seed, epoch])
+        if self.bounds is None or not self.window:
+            return random.permutation(self.count)
+        files = random.permutation(len(self.bounds) - 1)
+        return np.concatenate([np.arange(self.bounds[f], self.bounds[f + 1]) for f in files])

@@ -17,8 +17,8 @@ from monai_gds.base.checksum import checksums
 from monai_gds.errors import DamagedRecord, FileChanged, ImageListError
 from monai_gds.imagenet import ImageNetDataset, open_images, pack_folder, readers
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage, load_item, save_item
-from monai_gds.imagenet.files.packed import INDEX, open_packed
-from monai_gds.imagenet.readers import RangeReader
+from monai_gds.imagenet.files.packed import INDEX, PackedImages, open_packed
+from monai_gds.imagenet.readers import PackedReader, RangeReader
 from monai_gds.storage import Reads, open_storage
 from tests.commands import run
 from tests.imagenet.conftest import COUNT
@@ -60,7 +60,27 @@ class Counting(ImageStorage):
         return super().start(reads, *others)
 
 
-def test_a_batch_is_read_by_itself(folder: Path, packed: Path) -> None:
+def packed_reader(packed: Path, ahead: int = 2) -> tuple[PackedReader, Counting, PackedImages]:
+    images, storage = open_packed(packed), Counting()
+    return PackedReader(images, storage, ahead=ahead), storage, images
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 100])
+def test_every_file_is_read_once_in_one_piece(packed: Path, ahead: int) -> None:
+    reader, storage, images = packed_reader(packed, ahead)
+    batches = np.array_split(np.arange(COUNT), 5)
+    read = [bytes(image.numpy()) for batch in reader.read(batches) for image in batch.images]
+    assert [len(data) for data in read] == images.sizes.tolist()
+    assert len(storage.reads) == len(images.files)
+
+
+def test_a_shard_reads_its_share_only(packed: Path) -> None:
+    reader, storage, images = packed_reader(packed)
+    list(reader.read([np.arange(8, 12), np.arange(12, 15)]))
+    assert sum(storage.reads) == images.sizes[8:15].sum()
+
+
+def test_without_a_window_a_batch_is_read_by_itself(folder: Path, packed: Path) -> None:
     """In any order, images that are named twice included; nothing else is read."""
     images, storage = open_packed(packed), Counting()
     reader = RangeReader(images, storage)
@@ -72,11 +92,20 @@ def test_a_batch_is_read_by_itself(folder: Path, packed: Path) -> None:
     assert storage.reads == [images.sizes[wanted].sum() for wanted in batches]
 
 
+def test_only_a_few_files_are_held(packed: Path) -> None:
+    """Reading ahead is bounded by files, and what no batch needs any more is let go."""
+    reader, storage, images = packed_reader(packed, ahead=1)
+    begun = []
+    for batch in reader.read([np.arange(i, i + 1) for i in range(COUNT)]):
+        file = int(images.file_of(batch.indices)[0])
+        begun.append(len(storage.reads) - file)
+    assert max(begun) <= 2
+
+
 def test_a_file_that_goes_missing_is_an_error_behind_the_batches_before_it(packed: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(packed, copy)
-    images = open_packed(copy)
-    reader = RangeReader(images, Counting())
+    reader, _, images = packed_reader(copy, ahead=100)
     first = int(images.bounds[2])
     (copy / "images-00002.safetensors").unlink()
     seen = 0
@@ -161,7 +190,7 @@ def test_an_index_that_nobody_packed_is_refused(packed: Path, tmp_path: Path, ch
 
 
 def test_batches_hold_as_many_classes_as_of_a_folder_of_files(tmp_path: Path) -> None:
-    """The images of a class in a batch are a hypergeometric draw from all."""
+    """The images of a class in a batch are a hypergeometric draw from all; within a window, which is an option, not."""
     stats = pytest.importorskip("scipy.stats", reason="SciPy is not installed on this machine")
     classes, each, batch_size = 60, 20, 128
     for name in range(classes):
@@ -170,12 +199,16 @@ def test_batches_hold_as_many_classes_as_of_a_folder_of_files(tmp_path: Path) ->
             (tmp_path / "train" / f"n{name:02}" / f"{i}.JPEG").write_bytes(bytes(100))
     pack_folder(open_images(tmp_path / "train"), tmp_path / "packed", file_bytes=6000)
     expected = stats.hypergeom(classes * each, each, batch_size).pmf(np.arange(7))
-    ours = ImageNetDataset(tmp_path / "packed", batch_size, device="cpu", decode=False, shuffle=True, last_batch="drop")
-    batches = [batch["label"].numpy() for _ in range(3) for batch in ours]
-    counts = np.concatenate([np.bincount(labels, minlength=classes) for labels in batches])
-    found = np.bincount(np.minimum(counts, 7), minlength=8)
-    assert len(counts) == 3 * 9 * classes
-    assert stats.chisquare(found, len(counts) * np.append(expected, 1 - expected.sum())).pvalue > 1e-4
+    for window, likely in ((None, True), (4, False)):
+        ours = ImageNetDataset(
+            tmp_path / "packed", batch_size, device="cpu", decode=False, shuffle=True, last_batch="drop", window=window
+        )
+        batches = [batch["label"].numpy() for _ in range(3) for batch in ours]
+        counts = np.concatenate([np.bincount(labels, minlength=classes) for labels in batches])
+        found = np.bincount(np.minimum(counts, 7), minlength=8)
+        assert len(counts) == 3 * 9 * classes
+        p = stats.chisquare(found, len(counts) * np.append(expected, 1 - expected.sum())).pvalue
+        assert p > 1e-4 if likely else p < 1e-9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,7 +252,7 @@ def test_no_flipped_bit_gives_other_bytes(folder: Path, copy: Path) -> None:
         file, at = files[number], place - int(sizes[:number].sum())
         flipped(file, at, bit)
         try:
-            reader = RangeReader(open_packed(copy), Counting())
+            reader = PackedReader(open_packed(copy), Counting(), ahead=2)
             read = [bytes(image.numpy()) for batch in reader.read([np.arange(COUNT)]) for image in batch.images]
         except (DamagedRecord, ImageListError) as e:
             assert file.name in str(e)
@@ -236,7 +269,7 @@ def test_no_flipped_bit_gives_other_bytes(folder: Path, copy: Path) -> None:
 def test_damage_is_an_error_behind_the_batches_before_it(copy: Path, batch: int) -> None:
     packed = open_packed(copy)
     flipped(copy / "images-00001.safetensors", int(packed.files[1, 2]))
-    reader = RangeReader(packed, Counting())
+    reader = PackedReader(packed, Counting(), ahead=2)
     seen = 0
     with pytest.raises(DamagedRecord, match=r"images-00001.*pack the folder again"):
         for found in reader.read(np.array_split(np.arange(COUNT), COUNT // batch)):
@@ -266,7 +299,7 @@ def test_checksums_are_compared_once_in_a_process(copy: Path, compared: list[int
     """However many epochs and datasets read the images, in whichever order."""
     for number in range(2):
         images = open_packed(copy)
-        for reader in (RangeReader(images, Counting()), RangeReader(images, Counting())):
+        for reader in (PackedReader(images, Counting(), ahead=2), RangeReader(images, Counting())):
             list(reader.read(np.array_split(np.random.default_rng(number).permutation(COUNT), 5)))
             assert sorted(compared) == sorted(images.sizes.tolist()), f"after an epoch of dataset {number}"
 
@@ -280,9 +313,9 @@ def test_a_folder_that_is_packed_anew_is_verified_anew(folder: Path, tmp_path: P
         if number:
             flipped(out / "images-00001.safetensors", int(packed.files[1, 2]))
             with pytest.raises(DamagedRecord, match="images-00001"):
-                list(RangeReader(packed, Counting()).read([np.arange(COUNT)]))
+                list(PackedReader(packed, Counting(), ahead=1).read([np.arange(COUNT)]))
         else:
-            list(RangeReader(packed, Counting()).read([np.arange(COUNT)]))
+            list(PackedReader(packed, Counting(), ahead=1).read([np.arange(COUNT)]))
             shutil.rmtree(out)
 
 
@@ -291,7 +324,7 @@ def test_where_storage_bypasses_the_file_system_they_are_compared_in_every_epoch
 ) -> None:
     monkeypatch.setattr(Counting, "coherent", False)
     images = open_packed(packed)
-    reader = RangeReader(images, Counting())
+    reader = PackedReader(images, Counting(), ahead=2)
     for _ in range(2):
         list(reader.read([np.arange(COUNT)]))
     assert compared == 2 * images.sizes.tolist()
@@ -299,7 +332,7 @@ def test_where_storage_bypasses_the_file_system_they_are_compared_in_every_epoch
 
 def test_a_file_that_is_replaced_between_epochs_is_verified_anew(packed: Path, copy: Path) -> None:
     images = open_packed(copy)
-    reader = RangeReader(images, Counting())
+    reader = PackedReader(images, Counting(), ahead=2)
     list(reader.read([np.arange(COUNT)]))
     file = copy / "images-00001.safetensors"
     file.unlink()
@@ -308,7 +341,7 @@ def test_a_file_that_is_replaced_between_epochs_is_verified_anew(packed: Path, c
     with pytest.raises(FileChanged, match="images-00001"):
         list(reader.read([np.arange(COUNT)]))
     with pytest.raises(DamagedRecord, match="images-00001"):
-        list(RangeReader(open_packed(copy), Counting()).read([np.arange(COUNT)]))
+        list(PackedReader(open_packed(copy), Counting(), ahead=2).read([np.arange(COUNT)]))
 
 
 def test_files_that_were_swapped_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -324,7 +357,7 @@ def test_files_that_were_swapped_are_refused(folder: Path, tmp_path: Path) -> No
     other.rename(one)
     (tmp_path / "x").rename(other)
     with pytest.raises(DamagedRecord, match=r"images-00000.*'a/image.JPEG' do not match their checksum"):
-        list(RangeReader(open_packed(tmp_path / "out"), Counting()).read([np.arange(2)]))
+        list(PackedReader(open_packed(tmp_path / "out"), Counting(), ahead=1).read([np.arange(2)]))
 
 
 def test_a_damaged_file_ends_an_epoch_of_the_dataset_with_its_name(copy: Path) -> None:

@@ -20,11 +20,17 @@ def samplers(draw: st.DrawFn) -> list[Sampler]:
     count = draw(st.integers(shards, 60))
     policy = draw(st.sampled_from(get_args(LastBatch)))
     most = count // shards if policy == "drop" else 70
+    bounds = None
+    if draw(st.booleans()):
+        cuts = draw(st.sets(st.integers(1, count - 1), max_size=6)) if count > 1 else set()
+        bounds = np.asarray([0, *sorted(cuts), count])
     arguments: dict[str, Any] = {
         "batch_size": draw(st.integers(1, most)),
         "shuffle": draw(st.booleans()),
         "seed": draw(st.integers(0, 5)),
         "last_batch": policy,
+        "bounds": bounds,
+        "window": draw(st.integers(1, 3) | st.none()),
     }
     return [Sampler(count, shard_id=i, num_shards=shards, **arguments) for i in range(shards)]
 
@@ -77,6 +83,18 @@ def test_orders_depend_on_seed_and_epoch_only() -> None:
     assert order() == order()
     assert order() != order(seed=1)
     assert order() != order(epoch=1)
+    bounds = np.arange(0, 501, 20)
+    assert order(bounds=bounds, window=8) != order(bounds=bounds, window=8, epoch=1)
+    assert order(bounds=bounds) == order()
+
+
+def test_a_window_holds_few_files_and_mixes_them() -> None:
+    bounds = np.arange(0, 1001, 50)
+    batches = Sampler(1000, 20, shuffle=True, bounds=bounds, window=4).epoch(0)
+    for start in range(0, 50, 10):  # ten batches are a window of four files
+        files = np.concatenate(batches[start : start + 10]) // 50
+        assert len(set(files.tolist())) == 4
+        assert len(set((batches[start] // 50).tolist())) == 4
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,7 @@ def test_orders_depend_on_seed_and_epoch_only() -> None:
         ({"count": 2, "num_shards": 3}, "cannot be spread"),
         ({"last_batch": "pad"}, "last_batch='pad'"),
         ({"batch_size": 11, "last_batch": "drop"}, "larger than a shard of 10 images"),
+        ({"window": 0}, "window=0"),
         ({"seed": -1}, "seed=-1"),
     ],
 )
