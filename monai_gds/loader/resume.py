@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -199,7 +200,8 @@ class Later(Iterator[Any]):
 
 def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
     """A loader, its samplers and the samplers within those, by path."""
-    found: dict[str, Any] = {"": loader}
+    # A circle would keep a loader that nobody has, and its processes, until the collector runs.
+    found: dict[str, Any] = {"": weakref.proxy(loader)}
     todo: dict[str, Any] = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
     while todo:
         path, sampler = todo.popitem()

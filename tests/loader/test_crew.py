@@ -185,6 +185,28 @@ def test_a_loop_that_is_left_at_any_batch(tmp_path: Path, programs: str) -> None
     loader.idle.clear()
 
 
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("taken", [COUNT - 1, COUNT, COUNT + 1])
+def test_processes_end_with_their_loader(tmp_path: Path, programs: str, taken: int) -> None:
+    """Also where the collector does not run."""
+    dataset = make(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        loader = load(dataset, programs)
+        loop = iter(loader)
+        for _ in range(taken):
+            next(loop, None)
+        assert len(multiprocessing.active_children()) == 2
+        del loader, loop
+        end = time.monotonic() + 20
+        while multiprocessing.active_children():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
 class Fails(mt.RandomizableTransform):
     """Raises an error of a kind of its own, for one item."""
 
