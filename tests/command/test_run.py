@@ -130,7 +130,7 @@ def test_ctrl_c_shows_where_the_script_was(tmp_path: Path) -> None:
 def test_options_of_python_stay(tmp_path: Path) -> None:
     names = '{"O": sys.flags.optimize, "W": sys.warnoptions, "u": sys.stdout.write_through}'
     (tmp_path / "options.py").write_text(f"import json, sys\nprint(json.dumps({names}))\n")
-    _, found = run(tmp_path, "options.py", before=("-u", "-O", "-W", "error::UserWarning"))
+    _, found = run(tmp_path, "options.py", before=("-u", "-O", "-W", "error::UserWarning"), PYTHONUNBUFFERED="")
     assert found == [{"O": 1, "W": ["error::UserWarning"], "u": True}]
 
 
