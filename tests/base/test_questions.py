@@ -105,7 +105,7 @@ def test_the_folder_of_temporary_files_may_have_a_long_name(tmp_path: Path) -> N
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_users_silence_keeps_nobody_waiting() -> None:
     answers, context = Answers(_half), multiprocessing.get_context("fork")
-    came, stop = context.Event(), context.Event()
+    came, stop, found = context.Event(), context.Event(), context.Queue()
 
     def stranger() -> None:
         os.setuid(65534)
@@ -115,12 +115,18 @@ def test_another_users_silence_keeps_nobody_waiting() -> None:
             stop.wait()
 
     silent = context.Process(target=stranger)
+    asking = context.Process(target=_asked, args=(answers.address, [4], found))
     silent.start()
-    assert came.wait(30)
-    assert _by("fork", answers.address, [4]) == [(2, os.getpid())]
-    stop.set()
-    silent.join()
-    answers.close()
+    try:
+        assert came.wait(30)
+        asking.start()
+        assert found.get(timeout=20) == (2, os.getpid())
+    finally:
+        for child in (silent, asking):
+            if child.pid is not None:
+                child.kill()
+                child.join()
+        answers.close()
 
 
 def test_whoever_asks_while_it_is_closed_is_told_though_a_sibling_has_the_connection_too() -> None:
