@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,7 @@ from monai_gds.folder.writer import process_writer
 from monai_gds.keys.key import Key, Pipeline
 from monai_gds.keys.reads import reads_of
 from monai_gds.pipeline.ahead import drawn_ahead
-from monai_gds.pipeline.global_draws import GlobalDraws
+from monai_gds.pipeline.global_draws import GlobalDraws, kept_states
 from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
 from monai_gds.pipeline.split import Split, before_cuda, uncached
@@ -65,7 +66,7 @@ class Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_form", "cache_owner", "global_draws", "helper", "hidden", "keys", "loops", "misses",
+        "alone", "cache", "cache_form", "cache_owner", "global_draws", "helper", "hidden", "keys", "loops", "misses",
         "on_values", "owner", "pipeline", "sent", "split", "uses",
     )  # fmt: skip
 
@@ -85,6 +86,7 @@ class Runtime:
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.global_draws = GlobalDraws()
         self.misses = Misses()
+        self.alone = False  # whether only items draw in this process, so that a miss may leave no trace there
 
     def send(self) -> tuple[str, str] | None:
         """For another process: the hash of the transforms as they are, and the one in the keys of this process.
@@ -262,7 +264,7 @@ class Session(NamedTuple):
         except RuntimeError:  # the process is the user's
             return _helped(self, cache, key, item, index)
         of = len(self.dataset.data)
-        with under:
+        with under, kept_states() if self.runtime.alone else nullcontext():
             return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:

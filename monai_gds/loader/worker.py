@@ -145,6 +145,7 @@ def _begun(given: Work | bytes) -> Work:
     with warnings.catch_warnings(action="ignore"):  # of the split: the loader's process has given them
         for part in work.parts:
             part.split()
+            part.runtime.alone = True
     return work
 
 

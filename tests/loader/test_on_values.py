@@ -206,6 +206,23 @@ def test_a_random_sequence_belongs_to_its_seed_and_epoch(make: Make) -> None:
     assert not drawn & {tuple(map(float, values)) for batch in other for values in zip(*batch["drawn"], strict=True)}
 
 
+class Careless(mt.Transform):  # type: ignore[misc]
+    """Draws what it does not use, as TorchIO's transforms do."""
+
+    def __call__(self, data: Any) -> Any:
+        np.random.rand(), random.random(), torch.rand(()), mt.Randomizable.R.rand()
+        return data
+
+
+def test_an_epoch_that_fills_the_cache_draws_as_the_next_ones(make: Make) -> None:
+    dataset = make(Careless(), *augment())
+    cold, warm = two_epochs(dataset, 2), two_epochs(dataset, 2)
+    for one in (*cold, *warm):
+        for batch in one:
+            del batch["made by"]
+    assert_same(cold, warm)
+
+
 def test_the_generator_of_the_loader_seeds_the_epoch(make: Make) -> None:
     def epoch(seed: int) -> Any:
         loader = load(make(*augment()), generator=torch.Generator().manual_seed(seed))
