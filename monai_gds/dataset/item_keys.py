@@ -73,7 +73,7 @@ class ItemKeys:
         of_compose = {**split.settings(), "reset_ops_id": dataset.reset_ops_id}
         hashed.description.update({f"Compose.{name}": repr(value) for name, value in of_compose.items()})
         hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
-        hashed.description.update({"state.mantissa_bits": "None", "state.version": "None"})
+        hashed.description.update({"state.mantissa_bits": "None", "state.version": "None", "state.steady": "None"})
         self.transform_hash = _transform_hash(split, of_compose, hash_transform, hashed)
         self.hashed = hashed
         self._names = frozenset[str]().union(*(reads_of(function.__code__).names for function in hashed.functions))
@@ -83,7 +83,13 @@ class ItemKeys:
         self._root = root
         self._monai_version = options.monai_version
         # With the settings of the process, not the transforms: they count even if transforms do not.
-        given = {"mantissa_bits": options.mantissa_bits, "version": _in_a_word(settings.version)}
+        # A record of a dataset that freezes what is drawn is no record for one that does not.
+        steady = split.steady if split.steady is not None and split.steady.watches else None
+        given = {
+            "mantissa_bits": options.mantissa_bits,
+            "version": _in_a_word(settings.version),
+            "steady": None if steady is None else True,
+        }
         self._given: State = tuple((name, str(value)) for name, value in given.items() if value is not None)
         self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
         self._logged = False
@@ -93,7 +99,8 @@ class ItemKeys:
         self._folders = tuple(map(str, folders))  # of the cache, whose files do not count
         self._written = tuple(text for text in hashed.written if looks_like_path(text) and not os.path.isdir(text))
         self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and sources.counts else None
-        proves = self.transform_hash and self._lists is not None and not further
+        # Guards may have an item computed twice.
+        proves = self.transform_hash and self._lists is not None and not further and steady is None
         self._columns = Columns(split.deterministic if proves else ())
         self._by_default = dataset.hash_func is canonical_hash
         self._kept = KeptReads.of(self.transform_hash, frozenset(f.__code__ for f in hashed.functions))

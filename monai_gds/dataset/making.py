@@ -184,8 +184,10 @@ class ItemMaker(NamedTuple):
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
         pace.note(time.perf_counter() - began)
         stages.count("computed")
-        if storable and unsupported != "pass":
-            self.hidden.look(states, item, computed)
+        if storable and unsupported != "pass" and (why := self.hidden.look(states, item, computed)):
+            storable = False
+            if unsupported == "error":
+                raise UnsupportedType(f"it is not cached, but computed at every access: {why}")
         return encoded, storable
 
     def assemble(self, encoded: EncodedItem, item: Any) -> Any:

@@ -91,6 +91,8 @@ class Runtime:
 
         A call may have set attributes since, such as a model that was loaded. Nothing else may differ there.
         """
+        if self.split is not None and self.split.steady is not None and self.split.steady.moved_on():
+            return None  # the keys of this process are of what the transforms were
         return self.sent if self.keys is None else self.keys.sent()
 
     def may_write_later(self) -> bool:
@@ -135,7 +137,7 @@ class Session(NamedTuple):
         """The pipeline in two halves: what is cached, and what runs in every epoch."""
         runtime, transform = self.runtime, self.dataset.transform
         if runtime.split is None or runtime.split.compose is not transform:  # the first time, or it was replaced
-            runtime.split, runtime.keys = Split(transform), None
+            runtime.split, runtime.keys = Split(transform, getattr(self.dataset, "recomputes", False)), None
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
             runtime.misses.warn_again()
@@ -158,13 +160,16 @@ class Session(NamedTuple):
         Raises:
             HashingError: a transform has no stable hash.
         """
-        split, settings = self.split(), self.settings
-        if self.runtime.keys is None:
-            dataset = self.dataset
-            self.runtime.keys = ItemKeys(split, dataset, settings, _further(dataset), self.runtime.sent)
-            dataset.transform_hash = self.runtime.keys.transform_hash
-            self.runtime.hidden = Hidden(split, self.runtime.keys.hashed, str(settings.cache_dir))
-        return self.runtime.keys
+        split, runtime, dataset = self.split(), self.runtime, self.dataset
+        steady, keys = split.steady, runtime.keys
+        if keys is None or (steady is not None and steady.moved_on()):
+            if steady is not None:
+                steady.mark()
+            keys = ItemKeys(split, dataset, self.settings, _further(dataset), runtime.sent)
+            dataset.transform_hash = keys.transform_hash
+            runtime.hidden = Hidden(split, keys.hashed, str(self.settings.cache_dir))
+            runtime.keys = keys
+        return keys
 
     def key(self, index: int) -> Key:
         """The key of an item, made now."""
@@ -220,6 +225,9 @@ class Session(NamedTuple):
         split, runtime = self.split(), self.runtime
         items = [self.dataset.data[index] for index in indices] if items is None else items
         cache = self.cache() if split.deterministic else None
+        if split.steady is not None and split.steady.given_up:
+            self.items().hidden.tell()
+            cache = None
         if cache is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
@@ -230,6 +238,7 @@ class Session(NamedTuple):
         digests = [key.digest for key in keys]
         # Not in inference mode, where writes into ghosts go unnoticed.
         draws = not (whole or self.own_end or torch.is_inference_mode_enabled()) and bool(drawn_ahead(split))
+        draws = draws and (split.steady is None or not split.steady.watches)  # an item may change the ones after it
         started = cache.start(digests, "rest" if draws else "all")
         # An item without draws needs a turn only if later items are begun before it is finished.
         is_whole = alone and started[0] is not None and not started[0].later
@@ -388,7 +397,7 @@ class Begun:
         turn: its place in the queue of draws; None if nothing is drawn ahead.
     """
 
-    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "turn")
+    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "_since", "turn")
 
     def __init__(
         self, session: Session, item: Any, index: Any,
@@ -396,7 +405,7 @@ class Begun:
         turn: Turn | None = None, behind: bool = True,
     ) -> None:  # fmt: skip
         self._behind = behind  # whether what is written for it may be written in the background
-        self._session, self._item, self._index = session, item, index
+        self._session, self._item, self._index, self._since = session, item, index, _changes(session)
         self._cache, self._key, self._pending, self.turn = cache, key, pending, turn
         self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
 
@@ -461,6 +470,8 @@ class Begun:
             differ = session.keys().differences() if session.split().deterministic else {}
             with computing(differ, session.settings.asked_by):
                 return session.items().make(self._item, self._index)
+        if _changes(self._session) != self._since:
+            return self._session.begin([self._index], [self._item], whole=True)[0].finish()
         pending = self._pending
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
         found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
@@ -473,6 +484,12 @@ class Begun:
         if not self._behind:
             cache.settle(key.digest)
         self._session.runtime.misses.hit()
+
+
+def _changes(session: Session) -> int:
+    """How often a call has changed a transform, where that counts."""
+    split = session.runtime.split
+    return 0 if split is None or split.steady is None else split.steady.changes
 
 
 def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:

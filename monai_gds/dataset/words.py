@@ -21,8 +21,8 @@ from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
 from monai_gds.pipeline.ahead import drawn_ahead, may_crop, why_not
-from monai_gds.pipeline.parts import parts
-from monai_gds.pipeline.split import cacheable_after, name_of
+from monai_gds.pipeline.parts import name_of, parts
+from monai_gds.pipeline.split import cacheable_after
 
 
 def describe(session: Session) -> str:
