@@ -97,9 +97,9 @@ class Steady:
         if seen is None:
             self._in_a_row = 0
             return self.given_up
-        why, by_others = seen
+        why: str = seen[0]
         self._in_a_row += 1
-        if self._in_a_row >= limits.REFUSALS or (not by_others and why.endswith("draws")):
+        if self._in_a_row >= limits.REFUSALS or (not seen[1] and why.endswith("draws")):
             self.given_up = why
         return why
 

@@ -269,5 +269,6 @@ def test_training_that_draws_meanwhile_costs_an_item_its_record_for_now(
 def test_filling_it_names_what_is_not_cached(items: list[dict[str, Any]], tmp_path: Path) -> None:
     with monai_gds.patch(tmp_path / "cache"):
         ours = Dataset(items, transform(Counting()))
-        with pytest.raises(monai_gds.PopulateError, match="Counting keeps what it met"):
+        error = pytest.raises(monai_gds.PopulateError, match="Counting keeps what it met")
+        with pytest.warns(CacheWarning, match="Counting"), error:
             ours.populate(num_workers=0, progress=False)  # type: ignore[attr-defined, unused-ignore]
