@@ -142,10 +142,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
-        if type(self)._pre_transform is not GDSDataset._pre_transform:
-            self._runtime.split = None  # the subclass may go on to set what it reads
         if populate:
             fill(self)
+        if type(self)._pre_transform is not GDSDataset._pre_transform:
+            self._runtime.split = None  # the subclass may go on to set what it reads
 
     @property
     def session(self) -> Session:

@@ -417,6 +417,12 @@ def fill(
     try:
         _populate_here(part, num_workers, progress and Ranks().rank == 0)
     except PopulateError as e:
+        missing = f"'{type(dataset).__name__}' object has no attribute"
+        if any(missing in item.error for item in e.failures):
+            e.add_note(
+                f"monai_gds: {type(dataset).__name__} sets it after super().__init__(), which fills the cache: set it "
+                "before that, or leave out populate=True and call self.populate() at the end of __init__"
+            )
         broken = [item for item in e.failures if not item.error.startswith(UnsupportedType.__name__)]
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
