@@ -42,6 +42,7 @@ from monai_gds.pipeline.ahead import drawn_ahead
 from monai_gds.pipeline.global_draws import GlobalDraws
 from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
+from monai_gds.pipeline.parts import name_of
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
@@ -354,7 +355,8 @@ class Session(NamedTuple):
                 programs, up to the first that holds something there. Otherwise it only makes records.
 
         Raises:
-            ValueError: values are to be loaded, and ``compression`` names a codec for GPUs.
+            ValueError: values are to be loaded, and ``compression`` names a codec for GPUs; or the random transforms
+                would have to be divided, and a subclass overrides how they run.
         """
         settings, view = self.settings, copy(self.dataset)
         if loads == "values":
@@ -363,6 +365,12 @@ class Session(NamedTuple):
             split = self.split()
             steps = split.steps()
             if (count := before_cuda(steps, names_too=loads == "values")) < len(steps):
+                if self.own_end:
+                    raise ValueError(
+                        f"workers run the transforms up to {name_of(steps[count])}, which is on a CUDA device, and "
+                        f"{type(self.dataset).__name__} has a _post_transform of its own, which cannot be divided: use "
+                        "num_workers=0, or make what it does a transform"
+                    )
                 view.transform = split.first(count)
         view.settings = replace(
             settings.on_cpu(), saves_in=self.record_form(), converts=convert, asked_by=this_process()
