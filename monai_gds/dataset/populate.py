@@ -387,6 +387,38 @@ class _Lines:
 # While a dataset is made
 
 
+def made(dataset: PersistentDataset, full: bool) -> None:
+    """Does what ``strict`` asks for at the end of a constructor, and fills the cache if it is to be ``full``.
+
+    Raises:
+        NotSaved, PopulateError: as :func:`fill`; or, with ``strict``, no record can be made.
+    """
+    if dataset.settings.strict:
+        _check_room(dataset.session)
+    if full:
+        fill(dataset)
+
+
+def _check_room(session: Session) -> None:
+    """Makes the first record that is missing, where a budget may leave no room for it.
+
+    Raises:
+        NotSaved: there is no room.
+    """
+    settings, count = session.settings, len(session.dataset.data)
+    if not session.caches or limit_of(settings.folders[0], settings.max_bytes) is None:
+        return
+    view = session.for_worker()
+    try:
+        made = next((saved for i in range(count) if (saved := view.save(i)).how != "cached"), None)
+    except NotSaved:
+        raise
+    except Exception:  # of the item: whoever reads it gets that
+        return
+    if made is not None and made.how == "left_out":
+        raise NotSaved(f"strict=True, and nothing can be saved in {settings.folders[0]}: {made.why}")
+
+
 def fill(
     dataset: PersistentDataset,
     indices: Sequence[int] | None = None,
@@ -407,7 +439,7 @@ def fill(
     Raises:
         PopulateError: items failed; the others are cached. An item that no record can hold is one of them with
             ``unsupported="error"``; otherwise there is a warning.
-        NotSaved: nothing more can be written to the cache directory.
+        NotSaved: nothing more can be written to the cache directory; or, with ``strict``, its budget leaves items out.
     """
     indices = range(len(dataset.data)) if indices is None else indices
     if not len(indices):
@@ -415,7 +447,9 @@ def fill(
     part = copy(dataset)
     part.data = [dataset.data[index] for index in indices]
     try:
-        _populate_here(part, num_workers, progress and Ranks().rank == 0)
+        done = _populate_here(part, num_workers, progress and Ranks().rank == 0)
+        if done.left_out and dataset.settings.strict:
+            raise NotSaved(f"strict=True, and the budget of {dataset.cache_dir} leaves out {done.left_out} items")
     except PopulateError as e:
         missing = f"'{type(dataset).__name__}' object has no attribute"
         if any(missing in item.error for item in e.failures):
@@ -427,17 +461,16 @@ def fill(
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
         failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
-        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=3)
+        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=4)
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process
 
 
-def _populate_here(dataset: PersistentDataset, num_workers: int | None, progress: bool) -> None:
+def _populate_here(dataset: PersistentDataset, num_workers: int | None, progress: bool) -> Populated:
     if num_workers is None:
-        populate(dataset, None, progress, 0, 1)
-        return
+        return populate(dataset, None, progress, 0, 1)
     try:
-        populate(dataset, min(num_workers, default_workers(len(dataset.data))), progress, 0, 1)
+        return populate(dataset, min(num_workers, default_workers(len(dataset.data))), progress, 0, 1)
     except PopulateError:
-        populate(dataset, 0, progress, 0, 1)
+        return populate(dataset, 0, progress, 0, 1)

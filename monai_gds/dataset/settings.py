@@ -166,6 +166,7 @@ class Settings:
         converts: whether that copy also converts records in another form.
         asked_by: the process for which the copy computes items.
         held: the settings of the process that held when the dataset was made; items are computed under these.
+        strict: whether a cache that cannot be written is an error.
     """
 
     device: torch.device
@@ -186,6 +187,7 @@ class Settings:
     converts: bool = False
     asked_by: str | None = None
     held: State = ()
+    strict: bool = False
 
     @classmethod
     def of(
@@ -231,7 +233,7 @@ class Settings:
         local_unmade = local is not None and not prepare(local, "local_dir")
         return cls(
             target, backend, reason, dict(backend_options or {}), form, version, compression, cache, most, local,
-            options, time.time(), unmade, local_unmade, held=capture_all(),
+            options, time.time(), unmade, local_unmade, held=capture_all(), strict=strict,
         )  # fmt: skip
 
     def on_cpu(self) -> Settings:
