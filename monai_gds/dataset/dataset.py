@@ -57,7 +57,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     costs the cache and not the epoch. In forked processes, as are workers of a DataLoader, items come as CPU tensors.
 
     Args:
-        data: items, usually dicts of file names.
+        data: items, usually dicts of file names; or a dataset that a hit does not read, if it is MONAI's ``Dataset`` or
+            ``CacheDataset`` or a GDSDataset, with deterministic transforms only. Any other is read at each access.
         transform: a ``Compose`` or a sequence of transforms, deterministic ones first.
         cache_dir: folder of the records, made when it is missing. ``~`` is the home directory. None: nothing is cached.
         device: the target: an int, ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for a GPU if there is one.
@@ -225,7 +226,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def tidy(self) -> None:
         """Removes the half-written files of killed processes from the cache directory."""
-        self.session.tidy()
+        self.settings.tidy()
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 
 from monai.data import PersistentDataset
+from torch.utils.data import Subset
 
 from monai_gds.base.units import shown
 from monai_gds.dataset.broken import list_of, write_list
@@ -26,6 +27,7 @@ from monai_gds.dataset.engines import (
     OverExecutor,
     default_workers,
 )
+from monai_gds.dataset.inner import is_dataset
 from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.repeats import compare_ranks
@@ -137,7 +139,7 @@ def populate(
     try:
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
     finally:
-        session.tidy()
+        session.settings.tidy()
     folder = session.settings.folders[0]
     most = limit_of(folder, session.settings.max_bytes) or 0
     if not done.cached and not done.converted:
@@ -262,7 +264,7 @@ class _Filling:
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:
-                tally.killers.append(FailedItem(index, path_of(self._session.dataset.data, index), in_words(outcome)))
+                tally.killers.append(FailedItem(index, path_of(self._session.data, index), in_words(outcome)))
             case _:
                 self._suspect(index, outcome)
                 return True
@@ -322,7 +324,7 @@ class _Filling:
     def _look(self, index: int) -> tuple[str, bool]:
         """The name of an item's key, and whether it has a record now."""
         try:
-            (key,) = self._session.keys()([self._session.dataset.data[index]])
+            (key,) = self._session.keys()([self._session.data[index]])
             return key.name, self._session.holds(key)
         except Exception:  # it will be raised again where failures are noted
             return "", False
@@ -344,7 +346,7 @@ class _Filling:
 
     def _under_way(self) -> str:
         items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
-        named = ", ".join(f"{index} ({path_of(self._session.dataset.data, index)})" for index in items[:_NAMED])
+        named = ", ".join(f"{index} ({path_of(self._session.data, index)})" for index in items[:_NAMED])
         return f"Items under way: {named}. What was finished is cached: populate continues from there"
 
 
@@ -445,7 +447,7 @@ def fill(
     if not len(indices):
         return
     part = copy(dataset)
-    part.data = [dataset.data[index] for index in indices]
+    part.data = Subset(data, indices) if is_dataset(data := dataset.data) else [data[index] for index in indices]
     try:
         done = _populate_here(part, num_workers, progress and Ranks().rank == 0)
         if done.left_out and dataset.settings.strict:

@@ -24,14 +24,14 @@ from monai.data import PersistentDataset, get_track_meta
 from monai_gds.base import stages
 from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
-from monai_gds.dataset.held import computing, in_words
+from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, look
+from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, computing, in_words, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
 from monai_gds.folder.budget import Budget
-from monai_gds.folder.directory import CacheDirectory, tidy
+from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.index import Index
 from monai_gds.folder.tiers import TwoTiers
 from monai_gds.folder.uses import Uses
@@ -65,13 +65,14 @@ class Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_form", "cache_owner", "global_draws", "helper", "hidden", "keys", "loops", "misses",
+        "cache", "cache_form", "cache_owner", "data", "global_draws", "helper", "hidden", "keys", "loops", "misses",
         "on_values", "owner", "pipeline", "sent", "split", "uses", "warned_of_cpu",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.owner = self.cache_owner = Owner()
         self.split: Split | None = None
+        self.data: Any = None  # that it was made for
         self.sent: tuple[str, str] | None = None  # by the process that this one has its dataset from
         self.keys: ItemKeys | None = None
         self.hidden: Hidden | None = None
@@ -137,8 +138,9 @@ class Session(NamedTuple):
     def split(self) -> Split:
         """The pipeline in two halves: what is cached, and what runs in every epoch."""
         runtime, transform = self.runtime, self.dataset.transform
-        if runtime.split is None or runtime.split.compose is not transform:  # the first time, or it was replaced
-            runtime.split, runtime.keys = Split(transform, getattr(self.dataset, "recomputes", False)), None
+        if runtime.split is None or runtime.split.compose is not transform or not _of_data(self):
+            # the first time, or it was replaced
+            runtime.split, runtime.keys, runtime.data = _split(self.dataset), None, self.dataset.data
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
             runtime.misses.warn_again()
@@ -154,6 +156,11 @@ class Session(NamedTuple):
             if runtime.cache is not None:
                 runtime.cache.compression = self.record_form()
         return runtime.split
+
+    @property
+    def data(self) -> Sequence[Any]:
+        """What the items are made of: the data, or those of another dataset whose items need not be read."""
+        return items_of(self.dataset.data, self.split().inner)
 
     def keys(self) -> ItemKeys:
         """Makes the keys of items.
@@ -174,7 +181,7 @@ class Session(NamedTuple):
 
     def key(self, index: int) -> Key:
         """The key of an item, made now."""
-        return self.keys().now(self.dataset.data[index])
+        return self.keys().now(self.data[index])
 
     @property
     def caches(self) -> bool:
@@ -224,7 +231,9 @@ class Session(NamedTuple):
             One object per index, whose ``end()`` is to be called in the same thread.
         """
         split, runtime = self.split(), self.runtime
-        items = [self.dataset.data[index] for index in indices] if items is None else items
+        if items is None:
+            data = self.data
+            items = [data[index] for index in indices]
         cache = self.cache() if split.deterministic else None
         if split.steady is not None and split.steady.given_up:
             self.items().hidden.tell()
@@ -288,12 +297,12 @@ class Session(NamedTuple):
         assert cache is not None, "the caller has checked that items are cached"
         with computing(self.keys().differences(), settings.asked_by):
             maker = RecordMaker(self.items(), self.keys(), cache)
-            item = self.dataset.data[index] if item is None else item
+            item = self.data[index] if item is None else item
             return maker.save(item, index, anyway=anyway, convert=settings.converts)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
-        cache, item = self.cache(), self.dataset.data[index]
+        cache, item = self.cache(), self.data[index]
         found = None if cache is None else look(cache, self.key(index), item)
         return None if found is None else found[0]
 
@@ -340,11 +349,6 @@ class Session(NamedTuple):
         process_writer().flush()
         for uses in self.runtime.uses:
             uses.flush()
-
-    def tidy(self) -> None:
-        """Removes the half-written files of killed processes from the cache directory."""
-        for folder in self.settings.folders:
-            tidy(folder)
 
     def for_worker(self, *, convert: bool = False, loads: Literal["values", "programs"] | None = None) -> Session:
         """The session of a copy of the dataset, for another process whose items come on the CPU.
@@ -492,6 +496,22 @@ class Begun:
         if not self._behind:
             cache.settle(key.digest)
         self._session.runtime.misses.hit()
+
+
+def _split(dataset: PersistentDataset) -> Split:
+    """The pipeline of a dataset, after those of the datasets that it is made of."""
+    steady = getattr(dataset, "recomputes", False)
+    split = Split(dataset.transform, steady)
+    inner = steps_of(dataset, split.deterministic)
+    return Split(dataset.transform, steady, inner) if inner else split
+
+
+def _of_data(session: Session) -> bool:
+    """Whether the pipeline is that of the data which the dataset has now."""
+    split, data = session.runtime.split, session.dataset.data
+    if split is not None and split.inner:
+        return are_of(data, split.inner)
+    return data is session.runtime.data or not is_dataset(data)
 
 
 def _changes(session: Session) -> int:

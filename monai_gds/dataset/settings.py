@@ -15,7 +15,7 @@ import torch
 from monai.transforms import Transform
 
 from monai_gds.base.units import bytes_of
-from monai_gds.folder.directory import check_writable, folder_named, prepare
+from monai_gds.folder.directory import check_writable, folder_named, prepare, tidy
 from monai_gds.items.rounding import check_bits
 from monai_gds.keys.sources import Policy
 from monai_gds.pipeline.settings import State, capture_all
@@ -246,6 +246,11 @@ class Settings:
     def folders(self) -> tuple[Path, ...]:
         """Where records are: ``cache_dir``, and ``local_dir`` after it."""
         return tuple(folder for folder in (self.cache_dir, self.local_dir) if folder is not None)
+
+    def tidy(self) -> None:
+        """Removes the half-written files of killed processes from the folders."""
+        for folder in self.folders:
+            tidy(folder)
 
     @property
     def local_bytes(self) -> int | None:

@@ -155,7 +155,7 @@ def explain(session: Session, index: int) -> str:
         lines = [f"item {index} is a miss: there is no {session.record_path(key)}", *_lines(near)]
         if near.entry is not None and near.entry.item != key.item:
             before = maintenance.key_in(f"{session.settings.cache_dir}/{near.entry.name}").get("columns")
-            now = session.keys().columns(session.dataset.data[index])
+            now = session.keys().columns(session.data[index])
             before = before if isinstance(before, dict) else now
             if differ := [repr(name) for name in sorted({*before, *now}) if before.get(name) != now.get(name)]:
                 lines.append(f"  values that differ: {', '.join(differ)}")

@@ -187,7 +187,7 @@ class WorkerBatches:
         dataset, index = drawn.places[number]
         part = self._parts.index(dataset)
         split, done = self._splits[part], self._done[part]
-        with naming(index, dataset.data[index]):
+        with naming(index, dataset.session.data[index]):
             seed_transforms(split.steps(), drawn.seed, drawn.first + number)
             with self._around.applied():
                 item = dataset.session.runtime.global_draws.after(split, item, done)

@@ -150,7 +150,7 @@ def _begun(given: Work | bytes) -> Work:
 
 def _item(session: Session, index: int, *seed: int) -> Any:
     dataset = session.dataset
-    with naming(index, dataset.data[index]):
+    with naming(index, session.data[index]):
         seed_everything(session.split().steps(), *seed)
         item = dataset[index]
     reset_ops_id(item)  # ids differ from those of the user's transforms, which must be able to invert the item

@@ -84,6 +84,8 @@ class Hidden:
 
     def states(self) -> list[tuple[Any, Any]]:
         """Generators with their states, to be taken before an item is computed."""
+        if self._split.steady is not None:
+            self._split.steady.begin()
         if self._is_done:
             return []
         if self._searches > 0:

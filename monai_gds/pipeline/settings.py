@@ -1,7 +1,7 @@
 """Settings of the process that change what a transform computes: part of every key.
 
 The dataset captures them when it is made, and they hold for every item that it computes, in whatever process or thread
-(``dataset/held.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and grad
+(``dataset/making.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and grad
 belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong to
 the whole process.
 

@@ -37,14 +37,16 @@ class Split:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
+        inner: the first of these that are the transforms of other datasets, which the item comes from.
         steady: watches the deterministic ones, where what changes from call to call must not be cached; else None.
     """
 
-    def __init__(self, compose: Compose, steady: bool = False) -> None:
-        self.compose = compose
+    def __init__(self, compose: Compose, steady: bool = False, inner: Sequence[Callable[..., Any]] = ()) -> None:
+        self.compose, self.inner = compose, tuple(inner)
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
-        self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self._own, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self.deterministic = [*self.inner, *self._own]
         self.steady = Steady(self.deterministic) if steady else None
 
     def settings(self) -> dict[str, Any]:
@@ -53,12 +55,21 @@ class Split:
 
     def before(self, item: Any) -> Any:
         """Runs the deterministic transforms. Pending operations of lazy ones are applied at the end, as in MONAI."""
-        transforms = stages.each("transforms", self.deterministic)
-        if self.steady is not None:  # MONAI's Dataset runs the transforms themselves
-            transforms = self.steady.each(transforms)
-        # threading=True copies transforms that are not thread-safe: several threads may load at once.
+        # threading=True copies transforms that are not thread-safe: several threads may load at once. MONAI's Dataset
+        # runs the transforms themselves.
         threading = self.steady is None
-        return watched(item, lambda item: execute_compose(item, transforms, threading=threading, **self._settings))
+
+        def run(item: Any) -> Any:
+            for step in self._each(self.inner):
+                item = step(item)
+            return execute_compose(item, self._each(self._own), threading=threading, **self._settings)
+
+        return watched(item, run)
+
+    def _each(self, transforms: Sequence[Callable[..., Any]]) -> Sequence[Callable[..., Any]]:
+        """Transforms that are measured and watched, as far as somebody does."""
+        transforms = stages.each("transforms", transforms)
+        return transforms if self.steady is None else self.steady.each(transforms)
 
     def again(self, transforms: Sequence[Callable[..., Any]], item: Any) -> Any:
         """Runs deterministic transforms as :meth:`before` does, without a word of what fails."""
@@ -70,7 +81,7 @@ class Split:
 
     def first(self, count: int) -> Compose:
         """The pipeline up to the first ``count`` steps."""
-        return _tail(self.compose, [*self.deterministic, *self.steps()[:count]])
+        return _tail(self.compose, [*self._own, *self.steps()[:count]])
 
     def step(self, transform: Callable[..., Any], item: Any) -> Any:
         """Runs one step, as :meth:`after` would."""

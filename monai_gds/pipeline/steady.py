@@ -69,8 +69,11 @@ class Steady:
 
     def each(self, transforms: Sequence[Any]) -> Sequence[Any]:
         """The transforms. Iterating over them watches each that is to be watched."""
-        self._here.seen = None
         return _Watching(self, transforms) if self.watches else transforms
+
+    def begin(self) -> None:
+        """Forgets what this thread has seen of an item that failed."""
+        self._here.seen = None
 
     def now(self, step: Any) -> _Now | None:
         """The present state of a transform; None if it is not watched."""
@@ -87,7 +90,7 @@ class Steady:
             return
         draws = now.own[0] == before.own[0]
         self.changes += not draws
-        if self._here.seen is None:
+        if getattr(self._here, "seen", None) is None:
             by_others = now.own == before.own and not _is_alone()
             self._here.seen = f"{name_of(step)} {'draws' if draws else 'keeps what it met'}", by_others
 

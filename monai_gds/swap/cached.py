@@ -56,7 +56,8 @@ class CachedItems(MutableSequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        found = self._dataset._cachecheck(self._dataset.data[self._dataset._cached[index]])
+        session, place = self._dataset.session, self._dataset._cached[index]
+        found = session.begin([None], [session.data[place]], whole=True)[0].finish()
         return _Item(found) if type(found) is dict else found
 
     def __iter__(self) -> Iterator[Any]:
