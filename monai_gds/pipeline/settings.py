@@ -2,8 +2,8 @@
 
 The dataset captures them when it is made, and they hold for every item that it computes, in whatever process or thread
 (``dataset/making.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and
-grad belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong to
-the whole process.
+grad belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong
+to the whole process.
 
 Only settings that differ from their defaults are listed, so a setting that a later version adds invalidates nothing.
 Settings of CUDA (TF32, cuDNN, deterministic algorithms) count where a transform names a CUDA device. The number of
