@@ -44,7 +44,7 @@ def work_on_values(
     views = [part.session.for_worker(loads="values") for part in parts]
     done = [len(view.split().steps()) for view in views]
     whole = done == [len(part.session.split().steps()) for part in parts]
-    return Work(views, collate if whole else None, device, around.with_process()), done
+    return Work(views, collate if whole else None, device, around.with_process(), around.inference), done
 
 
 class _Batch(NamedTuple):

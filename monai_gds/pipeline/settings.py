@@ -306,8 +306,8 @@ class OfThread(NamedTuple):
 
     def with_process(self) -> State:
         """These, and those of the process as they are now."""
-        others = {setting.name for setting in _ALL if not setting.of_thread}
-        return (*(pair for pair in capture_all() if pair[0] in others), *self.state)
+        mine = {setting.name: str(setting.default) for setting in _ALL if setting.of_thread} | dict(self.state)
+        return (*(pair for pair in capture_all() if pair[0] not in mine), *mine.items())
 
     def applied(self) -> contextlib.AbstractContextManager[object]:
         """Applies them within a ``with`` block, in a thread that has the defaults."""
