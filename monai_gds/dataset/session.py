@@ -170,7 +170,7 @@ class Session(NamedTuple):
         """
         split, runtime, dataset = self.split(), self.runtime, self.dataset
         steady, keys = split.steady, runtime.keys
-        if keys is None or (steady is not None and steady.moved_on()):
+        if keys is None or (steady is not None and steady.moved_on(runtime.loops.running())):
             if steady is not None:
                 steady.mark()
             keys = ItemKeys(split, dataset, self.settings, _further(dataset), runtime.sent)

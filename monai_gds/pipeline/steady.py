@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -48,6 +49,7 @@ class Steady:
         self._steps = {id(step): step for step in transforms if not all(map(_is_monais, parts(step)))}
         self._generators: dict[int, list[Any]] = {}
         self._known: list[Any] = []  # the transforms as they are in the keys
+        self._looked: tuple[Any, int] = None, 0  # in which loop, and how many changes there had been
         self._here = threading.local()
         self._in_a_row = 0
         self.watches, self.given_up, self.changes = bool(self._steps), "", 0
@@ -56,10 +58,16 @@ class Steady:
         """Notes that keys are made of the transforms as they are now."""
         self._known = [self._digest(step) for step in self._steps.values()]
 
-    def moved_on(self) -> bool:
-        """Whether they are others now than in the keys: the user or a call has changed what they hold."""
-        if self.given_up:
+    def moved_on(self, loop: Any = None) -> bool:
+        """Whether they are others now than in the keys: the user or a call has changed what they hold.
+
+        Args:
+            loop: in which this is asked. It is looked at once in each, and after a call has changed something.
+        """
+        seen = None if loop is None else weakref.ref(loop), self.changes
+        if self.given_up or (loop is not None and seen == self._looked):
             return False
+        self._looked = seen
         now = [self._digest(step) for step in self._steps.values()]
         if None in now:
             step = list(self._steps.values())[now.index(None)]
@@ -132,8 +140,10 @@ def _is_monais(part: Any) -> bool:
     """Whether a part of a transform is data or MONAI's, so that it gives the same each time."""
     if isinstance(part, torch.nn.Module):
         return False  # it may drop out, or count
-    home = part if callable(part) and not isinstance(part, Transform) else type(part)
-    return str(getattr(home, "__module__", "")).partition(".")[0] in (_KNOWN if home is not part else {"monai"})
+    is_function = callable(part) and not isinstance(part, (type, Transform))
+    home = part if is_function or isinstance(part, type) else type(part)
+    root = str(getattr(home, "__module__", "")).partition(".")[0]
+    return root == "monai" or (root in _KNOWN and not is_function)
 
 
 class _Watching(list[Any]):

@@ -23,6 +23,7 @@ from monai.transforms import (
     RandGaussianNoise,
     Randomizable,
     ScaleIntensityd,
+    Spacingd,
     Transform,
     reset_ops_id,
 )
@@ -272,3 +273,12 @@ def test_filling_it_names_what_is_not_cached(items: list[dict[str, Any]], tmp_pa
         error = pytest.raises(monai_gds.PopulateError, match="Counting keeps what it met")
         with pytest.warns(CacheWarning, match="Counting"), error:
             ours.populate(num_workers=0, progress=False)  # type: ignore[attr-defined, unused-ignore]
+
+
+def test_transforms_of_monais_own_are_not_watched(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Watching takes time, and their records serve other datasets too."""
+    with monai_gds.patch(tmp_path / "cache"):
+        full = monai.data.CacheDataset(items, transform(Spacingd(KEYS, (2, 2, 2))), progress=False)
+        ours = Dataset(items, transform(Spacingd(KEYS, (2, 2, 2))))
+    assert not ours.session.split().steady.watches
+    assert all(ours.is_cached(index) for index in range(len(full)))
