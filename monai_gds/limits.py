@@ -251,6 +251,10 @@ POPULATE_WORKERS = 8
 CONSTANT_BYTES = 64 << 10
 CONSTANTS_BYTES = 1 << 20
 
+#: Operations of a program: some 200 bytes each. MONAI's longest pipelines have a thousand. A transform with more, such
+#: as one that loops over slices, runs on the voxels.
+PROGRAM_OPERATIONS = 10_000
+
 #: Operations whose result's form a recording process remembers.
 FORMS_REMEMBERED = 4096
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, PersistentDataset, ThreadDataLoader, list_data_collate
@@ -85,10 +85,11 @@ def ours_in_a_thread(training: Training, folder: Path) -> Feed:
     return _in_a_thread(training, dataset)._replace(flush=dataset.flush)
 
 
-def ours(training: Training, folder: Path, workers: bool) -> Feed:
+def ours(training: Training, folder: Path, workers: bool, programs: Literal["auto", "fast"] = "auto") -> Feed:
     """Our GDSDataset through our loader."""
     dataset = _ours(training, folder)
-    loader = GDSDataLoader(dataset, num_workers=training.workers * workers, **_batches(training))
+    num_workers = training.workers * workers
+    loader = GDSDataLoader(dataset, num_workers, programs=programs, **_batches(training))
     return Feed(loader, dataset.flush)
 
 
@@ -135,4 +136,5 @@ PEERS: Mapping[str, Peer] = {
     "GDSDataset, ThreadDataLoader": ours_in_a_thread,
     "GDSDataLoader, 0 workers": partial(ours, workers=False),
     "GDSDataLoader, n workers": partial(ours, workers=True),
+    "GDSDataLoader, n workers, fast programs": partial(ours, workers=True, programs="fast"),
 }

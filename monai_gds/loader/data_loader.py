@@ -57,7 +57,7 @@ from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.trust import Trust
 
-_Programs = Literal["auto", "check", "off"]
+_Programs = Literal["auto", "fast", "check", "off"]
 _OnError = Literal["raise", "skip"]
 
 
@@ -105,7 +105,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             B bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         programs: ``"auto"`` records the transforms for a CUDA target. What they do is also run directly at first, and
-            compared. ``"check"`` records for any target and compares every item, which takes twice the time. ``"off"``
+            compared. ``"fast"`` also has the processes compute the small tensors that transforms read from the GPU,
+            such as the matrix of a rotation, on the CPU, whose last bits may differ: nothing waits for the GPU.
+            ``"check"`` records for any target and compares every item, which takes twice the time. ``"off"``
             records nothing.
         on_error: what happens to an item that cannot be made. ``"raise"`` raises its error. ``"skip"`` puts another
             item of the epoch and rank in its place, drawn from the epoch's seed and the position, so sizes and numbers
@@ -263,7 +265,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def records(self, device: torch.device) -> bool:
         """Whether worker processes record programs."""
         parts = [part.session for part in gds_datasets(self.dataset)]
-        wanted = self.programs == "check" or (self.programs == "auto" and device.type == "cuda")
+        wanted = self.programs == "check" or (self.programs in ("auto", "fast") and device.type == "cuda")
         # Of a lazy pipeline the last operations are applied after all transforms.
         able = all(part.caches and not part.own_end and part.split().compose.lazy is False for part in parts)
         return wanted and bool(self.num_workers) and able
@@ -283,7 +285,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def trust(self, part: GDSDataset) -> Trust:
         """What is known of the programs of a dataset."""
-        return self._trusts.setdefault(part.session.split(), Trust(self.programs == "check"))
+        return self._trusts.setdefault(part.session.split(), Trust(self.programs == "check", self.programs == "fast"))
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""

@@ -120,6 +120,7 @@ def test_only_worker_processes_are_kept_off_the_device(tiny: Training, tmp_path:
         "GDSDataset, ThreadDataLoader": CPU,
         "GDSDataLoader, 0 workers": CPU,
         "GDSDataLoader, n workers": CPU,
+        "GDSDataLoader, n workers, fast programs": CPU,
     }
 
 

@@ -48,21 +48,24 @@ class Quick(Volume):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    before = running()
     yield
     set_determinism(None)
     gc.collect()
-    assert not left()
-
-
-def left() -> list[object]:
-    """Threads of loops and processes that are still there after a while."""
     end = time.monotonic() + 20
-    while True:
-        threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
-        found = [*threads, *multiprocessing.active_children()]
-        if not found or time.monotonic() > end:
-            return found
+    while (left := running() - before) and time.monotonic() < end:
         time.sleep(0.01)
+    for process in multiprocessing.active_children():
+        if process in left and process.pid is not None:
+            os.kill(process.pid, signal.SIGABRT)  # pytest's faulthandler prints where it is
+            process.join()
+    assert not left
+
+
+def running() -> set[object]:
+    """Threads of loops, and processes."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
+    return {*threads, *multiprocessing.active_children()}
 
 
 def make(folder: Path, *random: Any) -> GDSDataset:
