@@ -40,6 +40,7 @@ class OfDataset(Compose):  # type: ignore[misc]  # MONAI is untyped
         made: OfDataset = copy(inner.transform)
         made.__class__ = cls
         made.inner, made.compose = inner, inner.transform
+        made.__qualname__ = type(inner).__name__  # for messages
         return made
 
     def __call__(self, item: Any, *_: Any, **__: Any) -> Any:

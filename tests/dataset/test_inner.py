@@ -111,6 +111,7 @@ def test_a_hit_does_not_read_the_inner_dataset(kind: str, items: list[dict[str, 
         for workers in (0, 1):
             assert len(list(GDSDataLoader(ours, num_workers=workers))) == 3
     assert READ == [] and all(map(ours.is_cached, range(3))) and len(ours.data) == 3
+    assert f"Dataset, {'Dataset, ' if kind == 'two' else ''}ScaleIntensityd" in str(ours) or kind == "another class"
 
 
 def test_the_inner_transforms_count(items: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -155,6 +156,25 @@ def test_under_patch_too(items: list[dict[str, Any]], tmp_path: Path) -> None:
             assert_same(epoch(ours), expected)
             assert READ == []
             assert_same(ours._cache[1]["label"], inner[1]["label"])
+
+
+def test_what_the_inner_dataset_has_no_records_of_is_cached_before_random_transforms(
+    items: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    flip = Compose([RandFlipd("image", 0.5)])
+    ours = GDSDataset(Dataset(items, loaded()), flip, tmp_path / "cache", "cpu")
+    assert_same([*epoch(ours), *epoch(ours)], 2 * epoch(Dataset(Dataset(items, loaded()), flip)))
+    assert all(map(ours.is_cached, range(3)))
+    with pytest.warns(CacheWarning, match="nothing is cached"):  # once is enough
+        over = GDSDataset(GDSDataset(items, loaded(), tmp_path / "cache", "cpu"), flip, tmp_path / "cache", "cpu")
+    assert_same(epoch(over), epoch(ours))
+
+
+def test_the_records_of_the_inner_dataset_are_no_sources(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    inner = GDSDataset(items, loaded(), tmp_path / "inner", "cpu", populate=True)
+    ours = GDSDataset(inner, outer(), tmp_path / "cache", "cpu")
+    epoch(ours)
+    assert {Path(path).parent for path in ours.key(0).paths} == {tmp_path / "volumes"}
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

@@ -74,10 +74,13 @@ class Before(Transform):
 
 
 class Seldom(Transform):
-    """Draws for one of ten items in the mean."""
+    """Draws always, and does something for one of ten items in the mean."""
+
+    def __init__(self, source: Any = random) -> None:
+        self.source = source
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {**data, "image": -data["image"]} if random.random() < 0.1 else data
+        return {**data, "image": -data["image"]} if self.source.random() < 0.1 else data
 
 
 class Own(Transform):
@@ -127,6 +130,8 @@ WAYS: dict[str, Callable[[], Any]] = {
     "torch": lambda: Lambdad("image", lambda image: image + torch.rand(image.shape)),
     "function of a library": lambda: Lambdad("image", torch.rand_like),
     "own generator": Own,
+    "own generator, seldom": lambda: Seldom(np.random.default_rng(3)),
+    "counter in a pipeline of its own": lambda: Compose([Counting()], map_items=False),
     "transform within": Within,
     "network": lambda: Lambdad("image", dropout()),
 }
@@ -169,11 +174,11 @@ LOADS: dict[str, Callable[[Any], Any]] = {
     ],
 )
 def test_values_are_those_of_monai(way: str, load: str, items: list[dict[str, Any]], tmp_path: Path) -> None:
-    expected = epochs(items, WAYS[way](), load=LOADS[load])
-    for _ in range(2):
+    for name in (load, "access", load):
+        expected = epochs(items, WAYS[way](), load=LOADS[name])
         with monai_gds.patch(tmp_path / "cache"), warnings.catch_warnings():
             warnings.simplefilter("ignore", CacheWarning)
-            assert_same(epochs(items, WAYS[way](), load=LOADS[load]), expected)
+            assert_same(epochs(items, WAYS[way](), load=LOADS[name]), expected)
 
 
 @pytest.mark.parametrize("way", ["counter", "NumPy", "Python, seldom", "own generator"])
