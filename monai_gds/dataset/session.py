@@ -72,7 +72,7 @@ class Runtime:
     def __init__(self) -> None:
         self.owner = self.cache_owner = Owner()
         self.split: Split | None = None
-        self.data: Any = None  # that it was made for
+        self.data: Any = None  # the dataset that it was made for
         self.sent: tuple[str, str] | None = None  # by the process that this one has its dataset from
         self.keys: ItemKeys | None = None
         self.hidden: Hidden | None = None
@@ -140,7 +140,8 @@ class Session(NamedTuple):
         runtime, transform = self.runtime, self.dataset.transform
         if runtime.split is None or runtime.split.compose is not transform or not _of_data(self):
             # the first time, or it was replaced
-            runtime.split, runtime.keys, runtime.data = _split(self.dataset), None, self.dataset.data
+            runtime.split, runtime.keys = _split(self.dataset), None
+            runtime.data = self.dataset.data if is_dataset(self.dataset.data) else None
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
             runtime.misses.warn_again()
