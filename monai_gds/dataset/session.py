@@ -22,6 +22,7 @@ import torch
 from monai.data import PersistentDataset, get_track_meta
 
 from monai_gds.base import stages
+from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
@@ -66,7 +67,7 @@ class Runtime:
 
     __slots__ = (
         "cache", "cache_form", "cache_owner", "data", "global_draws", "helper", "hidden", "keys", "loops", "misses",
-        "on_values", "owner", "pipeline", "sent", "split", "uses", "warned_of_cpu",
+        "on_values", "owner", "pipeline", "sent", "split", "uses",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -86,7 +87,6 @@ class Runtime:
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.global_draws = GlobalDraws()
         self.misses = Misses()
-        self.warned_of_cpu = False
 
     def send(self) -> tuple[str, str] | None:
         """For another process: the hash of the transforms as they are, and the one in the keys of this process.
@@ -144,12 +144,12 @@ class Session(NamedTuple):
             runtime.data = self.dataset.data if is_dataset(self.dataset.data) else None
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
-            runtime.misses.warn_again()
             try:
                 keys = self.keys()
             except BaseException:
                 runtime.split = None  # or the next access would use the key of the old transforms
                 raise
+            runtime.misses.of = self.settings.began, keys.hashed.digest
             if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
                 warnings.warn(why, CacheWarning, stacklevel=3)
             if self.caches:
@@ -199,13 +199,12 @@ class Session(NamedTuple):
         worker = torch.utils.data.get_worker_info()
         if device.type == "cpu" or runtime.may_write_later():
             return device
-        if not runtime.warned_of_cpu and (worker is None or worker.id == 0):
+        if (worker is None or worker.id == 0) and Notice("on the CPU", self.settings.began).is_new():
             warnings.warn(
                 f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on {device}. "
                 "Use num_workers=0 with ThreadDataLoader.",
                 stacklevel=2,
             )
-        runtime.warned_of_cpu = True
         return torch.device("cpu")
 
     def cache(self) -> CacheDirectory | None:

@@ -25,6 +25,7 @@ import xxhash
 
 from monai_gds import limits
 from monai_gds.base.file_systems import open_fd
+from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, HashingError
 from monai_gds.keys.folder_listing import (
     FILE,
@@ -337,13 +338,14 @@ class Sources:
 
     def _too_many(self, path: str) -> Identity:
         self._warned.add(path)
-        warnings.warn(
-            f"the folder {path!r} holds more than {limits.FOLDER_ENTRIES:,} entries, so keys contain its name "
-            "only, and changes in it are not noticed. If it is the data, name its files or subfolders in the items, or "
-            "give sources= a function that returns its version",
-            CacheWarning,
-            stacklevel=2,
-        )
+        if Notice("too many", path).is_new():
+            warnings.warn(
+                f"the folder {path!r} holds more than {limits.FOLDER_ENTRIES:,} entries, so keys contain its name "
+                "only, and changes in it are not noticed. If it is the data, name its files or subfolders in the "
+                "items, or give sources= a function that returns its version",
+                CacheWarning,
+                stacklevel=2,
+            )
         return Identity(0, "unlisted")
 
 

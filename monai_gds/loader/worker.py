@@ -59,7 +59,7 @@ class Broken(NamedTuple):
     """An item of a batch that cannot be made."""
 
     number: int  # in the batch
-    why: str
+    why: Exception | str
 
 
 class Guess(NamedTuple):
