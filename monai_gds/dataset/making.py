@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -341,11 +341,18 @@ def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> Abstr
     Raises:
         RuntimeError: those of the whole process differ, and it may be the user's.
     """
-    if not differ:
-        return nullcontext()
     if of_process(differ) and not _works_for_another(asked_by):
         raise RuntimeError(in_words(differ, "it cannot be computed in this process"))
-    return applied(tuple((name, held) for name, (held, _) in differ.items()), only=True)
+    return _held(differ)
+
+
+@contextmanager
+def _held(differ: dict[str, tuple[str, str]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # the consumer's, which is for random transforms
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(applied(tuple((name, held) for name, (held, _) in differ.items()), only=True))
+        yield
 
 
 def in_words(differ: dict[str, tuple[str, str]], why: str) -> str:

@@ -72,9 +72,11 @@ class WorkerBatches:
 
     Attributes:
         whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
+        inference: whether their tensors are made in inference mode.
     """
 
     finished, plain = (0, 0), False
+    inference = False
 
     def __init__(
         self, crew: Crew, parts: Sequence[GDSDataset], splits: Sequence[Split], done: Sequence[int],
@@ -107,7 +109,8 @@ class WorkerBatches:
                 broken = packed
             else:
                 enter("collating")
-                batch = self._unpacked(packed, arena)
+                with torch.inference_mode(self.inference):
+                    batch = self._unpacked(packed, arena)
                 found = batch if self.whole else self._all_finished(drawn, batch)
                 if not isinstance(found, Broken):
                     return found

@@ -181,6 +181,17 @@ def test_values_are_those_of_monai(way: str, load: str, items: list[dict[str, An
             assert_same(epochs(items, WAYS[way](), load=LOADS[name]), expected)
 
 
+def test_workers_of_ours_freeze_nothing_either(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Where items are drawn by their place, as everything is with workers."""
+    found = []
+    for _ in range(2):
+        with monai_gds.patch(tmp_path / "cache"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)
+            means = epochs(items, WAYS["NumPy"](), load=lambda dataset: DataLoader(dataset, num_workers=1))
+        found.append([float(item["image"].mean()) for item in means])
+    assert found[0] == found[1] and len(set(found[0])) == len(found[0]) == 2 * len(items)
+
+
 @pytest.mark.parametrize("way", ["counter", "NumPy", "Python, seldom", "own generator"])
 def test_one_warning_names_the_transform(way: str, items: list[dict[str, Any]], tmp_path: Path) -> None:
     with monai_gds.patch(tmp_path / "cache"), warnings.catch_warnings(record=True) as caught:
