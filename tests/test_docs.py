@@ -107,6 +107,12 @@ def test_the_figure_in_front_has_every_row_of_the_saved_run_and_its_numbers(tmp_
     assert len(axes.patches) == len(report["rows"])
 
 
+def test_what_a_benchmark_printed_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="this machine has no matplotlib")
+    load_tool("figures").main([str(ROOT / "benchmarks/h100/training.json"), str(tmp_path / "bars.png")])
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_table_of_short_memory_has_every_row_of_its_run() -> None:
     (report,) = json.loads((ROOT / "benchmarks/cpu/memory.json").read_text())["reports"]
     lines = (ROOT / "README.md").read_text().splitlines()
