@@ -14,8 +14,9 @@ from typing import Any
 from monai.transforms import Randomizable
 
 from monai_gds import limits
+from monai_gds.pipeline.parts import name_of
 from monai_gds.pipeline.randomness import GLOBAL, put_back, put_state, state_of, states_at
-from monai_gds.pipeline.split import Split, name_of
+from monai_gds.pipeline.split import Split
 
 #: Items in which it is looked for: what a transform does now and then is met in so many.
 _ITEMS = 64

@@ -746,6 +746,22 @@ def test_an_error_of_what_stays_here_names_the_item(make: Make) -> None:
     assert "while computing item 3 of the dataset" in "".join(caught.value.__notes__)
 
 
+class WithAnEnd(GDSDataset):
+    """Adds something after the random transforms."""
+
+    def _post_transform(self, item_transformed: Any) -> Any:
+        return {**super()._post_transform(item_transformed), "ended": True}
+
+
+def test_a_subclass_that_ends_items_itself_is_not_divided(tmp_path: Path) -> None:
+    steps = [Volume(), mt.RandFlipd("image")]
+    whole = WithAnEnd(list(range(2)), mt.Compose([*steps, Draws()]), tmp_path / "cache", "cpu")
+    assert all(all(batch["ended"]) for batch in load(whole))
+    divided = WithAnEnd(list(range(2)), mt.Compose([*steps, OnCuda()]), tmp_path / "cache", "cpu")
+    with pytest.raises(ValueError, match=r"up to OnCuda.*WithAnEnd has a _post_transform of its own.*num_workers=0"):
+        list(load(divided))
+
+
 class OnItsWay(GDSDataset):
     """A dataset for a CUDA device, on a machine without one."""
 
