@@ -13,7 +13,6 @@ from monai.data import CacheDataset, DataLoader, Dataset, PersistentDataset, Thr
 from monai.data import GDSDataset as MonaisGDSDataset
 from monai.transforms import Compose, EnsureTyped
 
-from monai_gds.bench.by_hand import ByHand
 from monai_gds.bench.segmentation import KEYS, Training
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable
@@ -40,11 +39,6 @@ def same_batch(training: Training, _: Path) -> Feed:
     batch = list_data_collate([transform(item) for item in training.items[: training.batch_size]])
     ready = {key: batch[key].as_subclass(torch.Tensor).to(training.device) for key in KEYS}
     return Feed([ready] * training.steps)
-
-
-def by_hand(training: Training, _: Path) -> Feed:
-    """No MONAI, no thread: see :class:`ByHand`."""
-    return Feed(ByHand(training))
 
 
 def persistent(training: Training, folder: Path, indices: bool = False) -> Feed:
@@ -125,9 +119,9 @@ def _batches(training: Training) -> dict[str, Any]:
     return {"batch_size": training.batch_size, "shuffle": True, "drop_last": True, "generator": generator}
 
 
-PEERS: Mapping[str, Peer] = {
+#: By name. ``tools/bench`` in a clone adds code by hand.
+PEERS: dict[str, Peer] = {
     CEILING: same_batch,
-    "by hand, volumes on the device": by_hand,
     "PersistentDataset, n workers": persistent,
     "PersistentDataset with cached indices, n workers": partial(persistent, indices=True),
     "CacheDataset, n workers": in_memory,
