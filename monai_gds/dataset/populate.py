@@ -47,6 +47,9 @@ _NAMED = 10
 #: time per item if that is longer. Then they are computed here too.
 _PATIENCE_SECONDS, _PATIENCE_ITEMS = 60.0, 10
 
+#: How often an item may have another key once it is made, as where a file is edited: then it has no record to keep.
+_OTHERS = 3
+
 #: First and longest pause between two rounds over such items.
 _PAUSES = 0.02, 0.5
 
@@ -230,6 +233,7 @@ class _Filling:
         self._running: dict[Future[Answer], tuple[int, str]] = {}  # index, and the name of its key at submission
         self._workers: set[str] = set()
         self._suspects: list[int] = []
+        self._others = Counter[int]()  # how often an item had another key afterwards
         self._lost = 0  # items in a row whose worker died
 
     def run(self, share: Sequence[int]) -> None:
@@ -330,7 +334,8 @@ class _Filling:
             return "", False
 
     def _expected(self, index: int, name: str, outcome: Saved | FailedItem, worker: str) -> Saved | FailedItem:
-        """The outcome if the worker made the record that is looked for here; busy if the item has another key by now.
+        """The outcome if the worker made the record that is looked for here; busy if the item has another key by now,
+        and a failure if it has one again and again.
 
         Raises:
             PopulateError: the worker makes other keys than this process.
@@ -338,7 +343,11 @@ class _Filling:
         if isinstance(outcome, FailedItem) or not name or outcome.name in ("", name):
             return outcome
         if self._look(index)[0] != name:  # a source file was edited meanwhile
-            return Saved("busy")
+            self._others[index] += 1
+            if self._others[index] < _OTHERS:
+                return Saved("busy")
+            error = f"{UnsupportedType.__name__}: data holds another item each time it is read"
+            return FailedItem(index, path_of(self._session.data, index), error)
         raise PopulateError(
             f"{worker} made the record of item {index} under another key than the process that fills the cache looks "
             "for: MONAI's version, code, settings or source files differ between the two"

@@ -18,6 +18,7 @@ from monai.transforms import (
     EnsureTyped,
     LoadImaged,
     RandFlipd,
+    RandScaleIntensityd,
     RandSpatialCropd,
     ScaleIntensityd,
     Transform,
@@ -25,7 +26,7 @@ from monai.transforms import (
 )
 
 import monai_gds
-from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
 from tests.fixtures_nifti import write_volumes
 from tests.same import assert_same
 
@@ -227,3 +228,16 @@ def test_so_it_is_where_a_subclass_takes_items_itself(items: list[dict[str, Any]
     with pytest.warns(CacheWarning, match="OwnOuter makes items in a way of its own"):
         ours = OwnOuter(Dataset(items, loaded()), outer(), tmp_path / "cache", "cpu")
     assert_same(epoch(ours), epoch(Dataset(Dataset(items, loaded()), outer())))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_items_that_differ_each_time_they_are_read_end_populate(
+    num_workers: int, items: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """They have another key each time, so it would make records without an end."""
+    random = Dataset(items, loaded(RandScaleIntensityd("image", 0.5, prob=1.0)))
+    with pytest.warns(CacheWarning, match="is random"):
+        ours = GDSDataset(random, [EnsureTyped("image")], tmp_path / "cache", "cpu")
+    with pytest.raises(PopulateError, match="data holds another item each time it is read") as e:
+        ours.populate(num_workers=num_workers, progress=False)
+    assert len(e.value.failures) == len(items)
