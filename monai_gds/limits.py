@@ -17,6 +17,11 @@ from __future__ import annotations
 #: another thread costs more than reading them.
 INLINE_BYTES = 512 << 10
 
+#: Small reads in flight where each takes so long that threads mostly wait, as over NFS (``storage/latency.py``): 64 of
+#: those that were begun one by one, and 64 for each thread that reads many files by io_uring. Twice as many records or
+#: images are begun ahead, so that reads are there to follow.
+SLOW_READS = 64
+
 #: Smallest piece that a read is cut into to occupy more threads.
 MIN_PIECE_BYTES = 1 << 20
 

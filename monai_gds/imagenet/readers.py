@@ -100,7 +100,7 @@ class FileReader(ImageReader):
         coming = iter(batches)
         try:
             while True:
-                while len(under_way) <= limits.READ_AHEAD_BATCHES and (indices := next(coming, None)) is not None:
+                while self._has_room(under_way) and (indices := next(coming, None)) is not None:
                     under_way.append((indices, self._start(indices)))
                 if not under_way:
                     return
@@ -108,6 +108,10 @@ class FileReader(ImageReader):
                 under_way.popleft()
         finally:
             _settle(under_way)
+
+    def _has_room(self, under_way: Sequence[tuple[np.ndarray, Fetch]]) -> bool:
+        few = self._storage.is_slow and sum(len(indices) for indices, _ in under_way) < 2 * limits.SLOW_READS
+        return few or len(under_way) <= limits.READ_AHEAD_BATCHES
 
     def _start(self, indices: np.ndarray) -> Fetch:
         try:

@@ -277,7 +277,11 @@ class ReadAhead:
     def _arrived(self) -> Begun | Programmed:
         """The next item of the current batch, up to its random transforms. Waits for its worker, if one draws it."""
         if self._programs is None:
-            while (room := self._room()) and (self._waiting or self._draw()):
+            while (room := self._room()) >= (least := self._least_room()):
+                while len(self._waiting) < least and self._draw():
+                    pass
+                if not self._waiting:
+                    break
                 self._begin(min(room, len(self._waiting)))
         else:
             while len(self._waiting) < self._programs.window and self._draw():
@@ -304,6 +308,13 @@ class ReadAhead:
             self._most_bytes = self._most_bytes or self._bytes_for()
             fit = (self._most_bytes - nbytes) // self._last
         return max(min(self._most_records - records, fit), 0 if records else 1)
+
+    def _least_room(self) -> int:
+        """For how many records there must be room before any is begun. Where heads are slow to come, the heads of many
+        are read at the same time, while the others in flight are.
+        """
+        upcoming = self._current[0]
+        return self._most_records // 2 if upcoming.begun is not None and upcoming.dataset.session.runtime.is_slow else 1
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
         """Counts records, and replaces the bytes that were counted for one of them."""
