@@ -16,7 +16,7 @@ SLOW = 0.5e-3
 #: A thread that reads a file releases the interpreter's lock about this often.
 _RELEASES = 4
 
-#: How many groups of reads that are not timed there are to one of which the first read is.
+#: How many groups of reads that were done at once there are to one whose first read is timed.
 _GROUPS = 16
 
 
@@ -47,5 +47,5 @@ class Latency:
         self.is_long = sorted(last)[(len(last) - 1) // 2] >= SLOW
 
     def is_due(self) -> bool:
-        """Whether the first read of the next group is to be timed, where groups as a whole cannot be."""
+        """Whether the first of the next reads that are done at once is to be done before them, and timed."""
         return next(self._groups) % _GROUPS == 0

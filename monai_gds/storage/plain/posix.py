@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,10 +166,13 @@ class PosixBackend(BlockingBackend):
     def _read_group(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
         ring = ring_of_this_thread() if len(group) > 1 else None
         if ring is not None and self._suits_ring(group):
-            if self.latency.is_due():
+            if self.latency.is_unknown or (self.is_slow and self.latency.is_due()):
                 super()._read_group(group[:1], into, opened, pending)
                 group = group[1:]
-            left = read_small_files(ring, group, into, at_once=self.is_slow)
+            at_once, begin = self.is_slow, time.perf_counter()
+            left = read_small_files(ring, group, into, at_once=at_once)
+            if not at_once:
+                self.latency.note((time.perf_counter() - begin) / len(group))
             opened.not_opened(np.delete(group.file, left).tolist() if len(left) else group.file.tolist())
             if not len(left):
                 return

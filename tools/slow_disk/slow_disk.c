@@ -1,4 +1,4 @@
-/* A folder, mounted again by FUSE (linux/fuse.h), on which every open takes a given time. For slow_disk.py.
+/* A folder, mounted again by FUSE (linux/fuse.h), on which every open takes a given time. For __init__.py.
  *
  *     slow_disk FOLDER MOUNT_POINT COUNTS
  *

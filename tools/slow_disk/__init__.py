@@ -1,6 +1,6 @@
 """A folder on a slow disk: mounted by FUSE, with a given time per open, and a count of the opens in flight.
 
-It needs root, ``/dev/fuse`` and a C compiler; a test that asks on a machine without is skipped with that reason.
+It needs root, ``/dev/fuse`` and a C compiler.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+__all__ = ["NoSlowDisk", "SlowDisk", "slow_disk"]
 
 SOURCE = Path(__file__).with_name("slow_disk.c")
 
 #: ``struct counts`` of the source.
 _COUNTS = struct.Struct("=5Q")
+
+
+class NoSlowDisk(Exception):
+    """This machine has none, and why."""
 
 
 class SlowDisk:
@@ -51,13 +55,13 @@ class SlowDisk:
 
 @contextmanager
 def slow_disk(where: Path) -> Iterator[SlowDisk]:
-    """Mounts a new folder in ``where``, without any delay yet."""
+    """Mounts a new folder in ``where``, without any delay yet. Raises NoSlowDisk."""
     if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root, which this process is not")
+        raise NoSlowDisk("mounting a file system needs root, which this process is not")
     if not os.path.exists("/dev/fuse"):
-        pytest.skip("this machine has no /dev/fuse")
+        raise NoSlowDisk("this machine has no /dev/fuse")
     if shutil.which("cc") is None:
-        pytest.skip("this machine has no C compiler to build the file system with")
+        raise NoSlowDisk("this machine has no C compiler to build the file system with")
     program, behind, folder, counts = (where / name for name in ("program", "behind", "slow", "counts"))
     behind.mkdir()
     folder.mkdir()
@@ -69,7 +73,7 @@ def slow_disk(where: Path) -> Iterator[SlowDisk]:
         try:
             while not os.path.ismount(folder):
                 if server.poll() is not None and server.stderr is not None:
-                    pytest.skip(f"this machine mounts nothing by FUSE: {server.stderr.read().strip()}")
+                    raise NoSlowDisk(f"this machine mounts nothing by FUSE: {server.stderr.read().strip()}")
                 time.sleep(0.01)
             yield SlowDisk(folder, behind, shared)
         finally:
