@@ -110,7 +110,7 @@ class FileReader(ImageReader):
             _settle(under_way)
 
     def _has_room(self, under_way: Sequence[tuple[np.ndarray, Fetch]]) -> bool:
-        few = self._storage.is_slow and sum(len(indices) for indices, _ in under_way) < 2 * limits.SLOW_READS
+        few = self._storage.is_slow and sum(len(indices) for indices, _ in under_way) < limits.SLOW_AHEAD
         return few or len(under_way) <= limits.READ_AHEAD_BATCHES
 
     def _start(self, indices: np.ndarray) -> Fetch:

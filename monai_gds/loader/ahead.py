@@ -12,6 +12,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.stages import Watch
 from monai_gds.dataset.broken import Skipping, is_of_memory
@@ -310,11 +311,13 @@ class ReadAhead:
         return max(min(self._most_records - records, fit), 0 if records else 1)
 
     def _least_room(self) -> int:
-        """For how many records there must be room before any is begun. Where heads are slow to come, the heads of many
-        are read at the same time, while the others in flight are.
+        """For how many records there must be room before any is begun. Where reads take long, many are begun together:
+        their heads are read at the same time, and then they are.
         """
         upcoming = self._current[0]
-        return self._most_records // 2 if upcoming.begun is not None and upcoming.dataset.session.runtime.is_slow else 1
+        if upcoming.begun is None or not upcoming.dataset.session.runtime.is_slow:
+            return 1
+        return min(self._most_records // 2, limits.SLOW_READS)
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
         """Counts records, and replaces the bytes that were counted for one of them."""

@@ -284,7 +284,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
         slow = any(part.session.runtime.is_slow for part in gds_datasets(self.dataset))
-        least = 2 * limits.SLOW_READS if slow else limits.PREFETCH_RECORDS
+        least = limits.SLOW_AHEAD if slow else limits.PREFETCH_RECORDS
         return self.prefetch or max(least, (1 + self.batches_waiting()) * (batch or self.batch_size or 1))
 
     def bytes_in_flight(self, device: torch.device) -> int:

@@ -54,13 +54,14 @@ def start(reader: RecordReader, paths: Sequence[str], first: First = "all") -> l
         return [_started(reader, paths[0], first)]
     found: list[PendingItem | None] = [None] * len(paths)
     together: list[tuple[int, RecordHead, bool]] = []
-    heads = reader.all_heads(paths) if reader.storage.is_slow else {}
+    slow = reader.storage.is_slow
+    heads = reader.all_heads(paths) if slow else {}
     for i, path in enumerate(paths):
         head = heads.get(path) or reader.heads.get(path)
         small = head is not None and not head.tiles and head.file.size <= limits.TOGETHER_RECORD_BYTES
         if head is not None and small and first != "head":
             verify = reader.must_verify(path, head.file)
-            if verify or not reader.on_cpu:
+            if verify or slow or not reader.on_cpu:
                 together.append((i, head, verify))
                 continue
         found[i] = _started(reader, path, first, head)
