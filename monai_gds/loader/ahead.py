@@ -317,7 +317,7 @@ class ReadAhead:
         upcoming = self._current[0]
         if upcoming.begun is None or not upcoming.dataset.session.runtime.is_slow:
             return 1
-        return min(self._most_records // 2, limits.SLOW_READS)
+        return max(1, min(self._most_records // 2, limits.SLOW_READS))
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
         """Counts records, and replaces the bytes that were counted for one of them."""

@@ -149,6 +149,16 @@ def test_records_are_read_at_once_by_the_loader(disk: SlowDisk, batch_size: int)
         assert disk.most_in_flight >= MANY
 
 
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_no_more_records_are_begun_than_were_asked_for(disk: SlowDisk, prefetch: int) -> None:
+    disk.set_delay(0)
+    cached(disk).populate()
+    loader = GDSDataLoader(cached(disk), batch_size=4, prefetch=prefetch, sampler=range(12))
+    disk.set_delay(DELAY)
+    assert sum(map(len, loader)) == 12
+    assert disk.most_in_flight <= max(2, prefetch)  # one more to a batch that is not complete
+
+
 def cached(disk: SlowDisk) -> GDSDataset:
     make = Lambda(lambda i: torch.full((1000,), float(i)))
     return GDSDataset(list(range(FILES)), [make], cache_dir=disk.folder / "cache", device="cpu")
