@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,6 +20,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/uio.h>
@@ -258,12 +260,23 @@ static void *serve(void *unused) {
     return unused;
 }
 
+static const char *mount_point;
+
+static void leave(int unused) {
+    (void)unused;
+    umount2(mount_point, MNT_DETACH);
+    _exit(0);
+}
+
 int main(int argc, char **argv) {
     char options[200];
     int file = argc == 4 ? open(argv[3], O_RDWR) : -1;
     counts = mmap(NULL, sizeof *counts, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (file < 0 || counts == MAP_FAILED) return perror("COUNTS"), 2;
     names[FUSE_ROOT_ID] = realpath(argv[1], NULL);
+    mount_point = argv[2];
+    signal(SIGTERM, leave);
+    prctl(PR_SET_PDEATHSIG, SIGTERM); /* also if its user is killed */
     device = open("/dev/fuse", O_RDWR | O_CLOEXEC);
     snprintf(options, sizeof options, "fd=%d,rootmode=40000,user_id=0,group_id=0,allow_other,max_read=%d", device, 1 << 20);
     if (device < 0 || mount("slow", argv[2], "fuse.slow", MS_NOSUID | MS_NODEV, options)) return perror("mount"), 1;
