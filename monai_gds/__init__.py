@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from monai_gds.imagenet import ImageNetDataset as ImageNetDataset
     from monai_gds.items.tree import register_type as register_type
     from monai_gds.loader import GDSDataLoader as GDSDataLoader
+    from monai_gds.loader.resume import rank_states as rank_states
     from monai_gds.pipeline.readers import IgzipReader as IgzipReader
     from monai_gds.storage import available_backends as available_backends
     from monai_gds.storage import open_storage as open_storage
@@ -40,6 +41,7 @@ _HOMES = {
     "available_backends": "storage",
     "open_storage": "storage",
     "patch": "swap.patching",
+    "rank_states": "loader.resume",
     "register_type": "items.tree",
 }
 

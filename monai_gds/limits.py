@@ -195,7 +195,8 @@ KEYED_ITEMS = 10_000
 #: nothing where all items hit. Mostly all items name what the run writes, so the first ones show it.
 REPEATED_ITEMS = 4096
 
-#: Source files, and files in source folders, whose content hash is remembered per process, at most about 200 MB.
+#: How many hashes of sources a process remembers, at about 200 bytes each, before it leaves out those of the files in a
+#: source folder, and keeps that of the folder. When such a folder changes, all that is in it is read again.
 KNOWN_FILES = 1_000_000
 
 #: Source files remembered by the state in which this process first saw them, at most about 200 MB.
@@ -225,16 +226,13 @@ SOURCE_PIECE_BYTES = 512 << 10
 #: Hashes of sources that may wait to be written, however recent the last write: a killed process loses no more.
 MEMO_WAITING_ITEMS = 256
 
-#: Hashes in a process's small table, which is sorted again whenever some arrive. Beyond that they move to a large one.
-MEMO_SMALL_TABLE_ITEMS = 1 << 16
-
 #: How many files of notes of one kind, left by ended processes, there may be before they are merged into one.
 NOTE_FILES = 16
 
 #: Size from which such a file is not merged: that would only copy it.
 NOTE_UNMERGED_BYTES = 16 << 20
 
-#: Size of all such files together: 13 million hashes of sources, or 1.5 million records. Beyond that the oldest files
+#: Size of all such files together: 7 million hashes of sources, or 1.5 million records. Beyond that the oldest files
 #: are removed.
 NOTE_BYTES = 512 << 20
 
@@ -258,6 +256,10 @@ POPULATE_WORKERS = 8
 #: that replays. Larger ones are made by the replay, or the transform runs there as a whole.
 CONSTANT_BYTES = 64 << 10
 CONSTANTS_BYTES = 1 << 20
+
+#: Operations of a program: some 200 bytes each. MONAI's longest pipelines have a thousand. A transform with more, such
+#: as one that loops over slices, runs on the voxels.
+PROGRAM_OPERATIONS = 10_000
 
 #: Operations whose result's form a recording process remembers.
 FORMS_REMEMBERED = 4096

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
+import torch.distributed as dist
 
 import monai_gds
 from monai_gds.bench.made_up import write_volumes
@@ -104,6 +105,12 @@ def test_the_figure_in_front_has_every_row_of_the_saved_run_and_its_numbers(tmp_
     assert readme.read_text() == (ROOT / "README.md").read_text(), "python tools/figures.py writes it again"
     (axes,) = load_tool("figures").picture(*load_tool("figures").seconds()).axes
     assert len(axes.patches) == len(report["rows"])
+
+
+def test_what_a_benchmark_printed_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="this machine has no matplotlib")
+    load_tool("figures").main([str(ROOT / "benchmarks/h100/training.json"), str(tmp_path / "bars.png")])
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_table_of_short_memory_has_every_row_of_its_run() -> None:
@@ -268,12 +275,17 @@ def test_programs(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.
 
 
 def test_resume(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = examples(DOCS / "howto/resume.md")
+    code, of_ranks = examples(DOCS / "howto/resume.md")
     transform = transform_of(tmp_path)
     run(code.replace("steps = 0, 6", "steps = 0, 5"), tmp_path, items=volumes, transform=transform)
     run(code, tmp_path, items=volumes, transform=transform)
     steps = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
     assert steps == [*"01234345"]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        run(of_ranks.replace('"last"', '"folder"'), tmp_path, items=volumes, transform=transform)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ NEEDS = {
     "dali_iterator": ("nvidia.dali",),
     "open_images": ("PIL",),
     "pack_folder": ("PIL",),
+    "rank_states": ("lightning",),
     "squirrel_source": ("nvidia.dali", "squirrel"),
     "verify_packed": ("PIL",),
 }

@@ -1,28 +1,34 @@
 #!/usr/bin/env python3
 """Writes the figures of the first page again: of ``h100/training.json`` and ``cpu/memory.json`` in ``benchmarks/``.
 
-    monai-gds bench training --volumes 48 --workers 8 --epochs 5 --json benchmarks/h100/training.json
-    monai-gds bench memory --json > benchmarks/cpu/memory.json
+    python -m tools.bench training --volumes 48 --workers 8 --epochs 5 --json benchmarks/h100/training.json
+    python -m tools.bench memory --json > benchmarks/cpu/memory.json
     python tools/figures.py
 
-The picture is ``benchmarks/training.svg``; its alternative text and its caption stand in README.md, between comments.
-Every row of the run is in it, also one that could not run.
+Given what a benchmark printed with --json, it draws that instead::
+
+    python tools/figures.py epochs.json epochs.png
+
+The picture of the first page is ``benchmarks/training.svg``; its alternative text and its caption stand in README.md,
+between comments. Every row of the run is in it, also one that could not run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from monai_gds.bench.report import Report, Row, draw
+from monai_gds.bench.report import Report, Row
 
-__all__ = ["BENCHMARKS", "PICTURE", "read", "seconds", "words", "write"]
+__all__ = ["BENCHMARKS", "PICTURE", "draw", "read", "seconds", "words", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -50,6 +56,47 @@ def read(path: Path) -> tuple[dict[str, Any], list[Report]]:
 def _row(row: dict[str, Any]) -> Row:
     figures = {heading: tuple(found["samples"]) for heading, found in row.get("figures", {}).items()}
     return Row(row["name"], tuple(row["samples"]), row["reason"], row["notes"], figures)
+
+
+def draw(reports: Sequence[Report], caption: str = "") -> Any:
+    """Draws one panel per report: bars at the medians, whiskers over the range, ceilings as dashed lines.
+
+    Returns a ``matplotlib.figure.Figure``, which a notebook displays. Raises ImportError without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'") from e
+    tallest = max((len(report.rows) + len(report.ceilings) for report in reports), default=0)
+    columns = max(1, math.ceil(math.sqrt(len(reports))))
+    lines = max(1, math.ceil(len(reports) / columns))
+    figure = Figure(figsize=(5.5 * columns, (1.6 + 0.35 * tallest) * lines), layout="constrained")
+    for index, report in enumerate(reports):
+        _draw(report, figure.add_subplot(lines, columns, index + 1))
+    if caption:
+        figure.supxlabel(caption, fontsize=8)
+    return figure
+
+
+def _draw(report: Report, axes: Any) -> None:
+    samples = [row.samples or (0.0,) for row in report.rows]
+    medians = [statistics.median(figures) for figures in samples]
+    below = [median - min(figures) for median, figures in zip(medians, samples, strict=True)]
+    above = [max(figures) - median for median, figures in zip(medians, samples, strict=True)]
+    axes.barh([row.name for row in report.rows], medians, xerr=[below, above], capsize=3)
+    for place, row in enumerate(report.rows):
+        if not row.samples:  # a bar of length zero would look like a figure
+            axes.text(0, place, " not here", va="center", fontsize=8)
+    axes.invert_yaxis()
+    for number, row in enumerate(report.ceilings):
+        if row.median is not None:
+            label = f"{row.name}: {report.cells(row)[1]}"
+            axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
+    if any(row.samples for row in report.ceilings):
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.set_title(textwrap.fill(report.title, 36), fontsize=9)
+    axes.set_xlabel(report.unit)
+    axes.tick_params(labelsize=8)
 
 
 def seconds(path: Path = TRAINING) -> tuple[dict[str, Any], Report]:
@@ -109,7 +156,7 @@ def words(about: dict[str, Any], report: Report) -> dict[str, str]:
 
 
 def memory(path: Path = MEMORY) -> str:
-    """The run of ``bench memory`` as a table in Markdown, with a caption."""
+    """The run of ``tools.bench memory`` as a table in Markdown, with a caption."""
     about, (report,) = read(path)
     epochs = max(len(row.samples) for row in report.rows)
     lines = [f"| {report.title} | MB read in {epochs} epochs | MB on the drive |", "| --- | --: | --: |"]
@@ -117,7 +164,7 @@ def memory(path: Path = MEMORY) -> str:
         killed = ["killed" if row.reason.startswith("killed") else row.reason, ""]
         figures = [row.notes["MB in all"], row.notes["MB on the drive"]] if row.samples else killed
         lines.append(f"| {' | '.join([row.name, *figures])} |")
-    caption = f"{about['cores']} cores, {about['date'][:10]}: `{about['command'].removesuffix(' --json')}`, see"
+    caption = f"{about['cores']} cores, {about['date'][:10]}: `python -m tools.bench memory`, see"
     return "\n".join([*lines, "", f"{caption} [what a cache costs](docs/benchmarks/cost.md).", ""])
 
 
@@ -139,5 +186,15 @@ def write(readme: Path = ROOT / "README.md", target: Path = PICTURE) -> None:
     readme.write_text(text)
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Writes the figures of the first page, or draws a file into another one."""
+    if not arguments:
+        write()
+        return
+    source, picture = map(Path, arguments)
+    about, reports = read(source)
+    draw(reports, caption=about["date"]).savefig(picture, dpi=150)
+
+
 if __name__ == "__main__":
-    sys.exit(write())
+    main(sys.argv[1:])

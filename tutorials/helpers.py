@@ -1,4 +1,4 @@
-"""Made-up data for the notebooks of this folder, so that nothing has to be downloaded."""
+"""What the notebooks of this folder share: made-up data, so that nothing has to be downloaded, and bar charts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from monai_gds.bench.made_up import ct_like, find_pairs, write_image_folder, write_volumes
 
-__all__ = ["ct_like", "find_pairs", "write_image_folder", "write_volumes"]
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of a clone: for tools
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of a clone: for tools/bench
+from tools.figures import draw
+
+__all__ = ["ct_like", "draw", "find_pairs", "write_image_folder", "write_volumes"]

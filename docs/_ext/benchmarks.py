@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.parsers.rst.states import Inliner
-from figures import BENCHMARKS, read
+from figures import BENCHMARKS, draw, read
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from monai_gds.bench.report import Report, draw
+from monai_gds.bench.report import Report
 
 
 class Benchmark(SphinxDirective):

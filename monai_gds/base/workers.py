@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from monai_gds.base.notices import Notice
 from monai_gds.base.process import end_with_parent, print_past_bars, undisturbed
 from monai_gds.errors import WorkerDied
 
@@ -72,7 +73,8 @@ class Workers(Generic[T]):
             _start_fork_server(getattr(work, "func", work).__module__)  # of a partial's function
         problem = why if chosen is None else self._start_processes(work, num_workers, chosen)
         if not problem:
-            _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
+            if Notice("workers", num_workers, self.kind, why).is_new():
+                _log.info("%d worker processes by %s (%s)", num_workers, self.kind, why)
             return
         if context is not None:
             raise ValueError(f"multiprocessing_context={context!r} cannot be used: {problem}")

@@ -6,14 +6,13 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, PersistentDataset, ThreadDataLoader, list_data_collate
 from monai.data import GDSDataset as MonaisGDSDataset
 from monai.transforms import Compose, EnsureTyped
 
-from monai_gds.bench.by_hand import ByHand
 from monai_gds.bench.segmentation import KEYS, Training
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable
@@ -40,11 +39,6 @@ def same_batch(training: Training, _: Path) -> Feed:
     batch = list_data_collate([transform(item) for item in training.items[: training.batch_size]])
     ready = {key: batch[key].as_subclass(torch.Tensor).to(training.device) for key in KEYS}
     return Feed([ready] * training.steps)
-
-
-def by_hand(training: Training, _: Path) -> Feed:
-    """No MONAI, no thread: see :class:`ByHand`."""
-    return Feed(ByHand(training))
 
 
 def persistent(training: Training, folder: Path, indices: bool = False) -> Feed:
@@ -85,10 +79,11 @@ def ours_in_a_thread(training: Training, folder: Path) -> Feed:
     return _in_a_thread(training, dataset)._replace(flush=dataset.flush)
 
 
-def ours(training: Training, folder: Path, workers: bool) -> Feed:
+def ours(training: Training, folder: Path, workers: bool, programs: Literal["auto", "fast"] = "auto") -> Feed:
     """Our GDSDataset through our loader."""
     dataset = _ours(training, folder)
-    loader = GDSDataLoader(dataset, num_workers=training.workers * workers, **_batches(training))
+    num_workers = training.workers * workers
+    loader = GDSDataLoader(dataset, num_workers, programs=programs, **_batches(training))
     return Feed(loader, dataset.flush)
 
 
@@ -124,9 +119,9 @@ def _batches(training: Training) -> dict[str, Any]:
     return {"batch_size": training.batch_size, "shuffle": True, "drop_last": True, "generator": generator}
 
 
-PEERS: Mapping[str, Peer] = {
+#: By name. ``tools/bench`` in a clone adds code by hand.
+PEERS: dict[str, Peer] = {
     CEILING: same_batch,
-    "by hand, volumes on the device": by_hand,
     "PersistentDataset, n workers": persistent,
     "PersistentDataset with cached indices, n workers": partial(persistent, indices=True),
     "CacheDataset, n workers": in_memory,
@@ -135,4 +130,5 @@ PEERS: Mapping[str, Peer] = {
     "GDSDataset, ThreadDataLoader": ours_in_a_thread,
     "GDSDataLoader, 0 workers": partial(ours, workers=False),
     "GDSDataLoader, n workers": partial(ours, workers=True),
+    "GDSDataLoader, n workers, fast programs": partial(ours, workers=True, programs="fast"),
 }

@@ -28,7 +28,7 @@ def profile(
     batch_size: int,
     num_workers: int,
     epochs: int,
-    programs: Literal["auto", "check", "off"] = "auto",
+    programs: Literal["auto", "fast", "check", "off"] = "auto",
 ) -> tuple[list[Stats], Answer]:
     """Measures epochs through ``GDSDataLoader``, each until all its items are saved, and then the drive.
 

@@ -1,4 +1,4 @@
-"""The output of every benchmark: a table of rates with median and range, the same as JSON, and a bar chart.
+"""The output of every benchmark: a table of rates with median and range, or the same as JSON.
 
 A benchmark makes one :class:`Report` per question ("load to the GPU") with one :class:`Row` per competitor, and passes
 the list to :func:`emit`. A competitor that cannot run here keeps its row, with the reason.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import platform
-import re
 import statistics
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +23,6 @@ from rich.table import Table
 
 from monai_gds.base.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
-
-#: Beginning of a :class:`~monai_gds.errors.BackendUnavailable` for a backend that was named explicitly.
-_OF_BACKEND = re.compile(r"backend='([^']+)' does not work here: ")
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Report:
     unit: str  # of every sample, GB/s for instance; of a rate, more is better
     rows: Sequence[Row]  # the competitors, in the order of the table
     reference: str | None = None  # the name of the row that the others are compared with
-    ceilings: Sequence[Row] = ()  # what the machine allows: at the end of the table, lines in the plot
+    ceilings: Sequence[Row] = ()  # what the machine allows: at the end of the table, lines in a chart
 
     def ratio(self, row: Row) -> float | None:
         """The row's median divided by the reference's; None if either did not run."""
@@ -139,10 +133,12 @@ def _figure(value: float) -> str:
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """The circumstances of figures: the date (UTC), the command (not in a notebook), the machine and the versions."""
     in_notebook = Path(sys.argv[0]).name == "ipykernel_launcher.py"
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.parent}" if module else "monai-gds"
     on_gpu = device is not None and device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        **({} if in_notebook else {"command": " ".join(["monai-gds", *sys.argv[1:]])}),
+        **({} if in_notebook else {"command": " ".join([program, *sys.argv[1:]])}),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -151,20 +147,17 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def emit(reports: Sequence[Report], *, as_json: bool | Path, plot: Path | None, about: Mapping[str, Any]) -> None:
-    """Prints the reports to standard output, and draws them if ``plot`` is given.
+def emit(reports: Sequence[Report], *, as_json: bool | Path, about: Mapping[str, Any]) -> None:
+    """Prints the reports to standard output.
 
     Args:
         reports: the tables.
         as_json: print one JSON object, ``{"about": …, "reports": […]}``, instead of tables; into a file, beside them.
-        plot: a file for the bar chart; its suffix decides the format.
         about: :func:`machine` and the benchmark's own settings.
 
     Raises:
         BackendUnavailable: no row has a figure; the reasons were printed.
     """
-    if plot is not None:
-        draw(reports, caption=str(about["date"])).savefig(plot, dpi=150)
     found = json.dumps({"about": dict(about), "reports": [r.as_dict() for r in reports]}, indent=2)
     if isinstance(as_json, Path):
         as_json.write_text(f"{found}\n")
@@ -173,65 +166,10 @@ def emit(reports: Sequence[Report], *, as_json: bool | Path, plot: Path | None, 
     else:
         for report in reports:
             show(report.table())
-        for reason, names in _reasons(reports).items():
-            say(f"{'; '.join(names)}: {reason}")
+        rows = [row for report in reports for row in (*report.rows, *report.ceilings)]
+        for reason in dict.fromkeys(f"{row.name}: {row.reason}" for row in rows if row.reason):
+            say(reason)
         settings = ", ".join(f"{key}: {value}" for key, value in about.items())
         stdout.print(settings, style="dim", markup=False, soft_wrap=True)
     if not any(row.samples for report in reports for row in report.rows):
         raise BackendUnavailable("nothing could be measured here; see the reasons above")
-
-
-def _reasons(reports: Sequence[Report]) -> dict[str, list[str]]:
-    """Each reason once, with its rows. The title is added to a row that has figures in another table."""
-    rows = [(report, row) for report in reports for row in (*report.rows, *report.ceilings)]
-    ran = {row.name for _, row in rows if row.samples}
-    found: dict[str, list[str]] = {}
-    for report, row in rows:
-        if row.reason:
-            name = f"{row.name} ({report.title})" if row.name in ran else row.name
-            named = _OF_BACKEND.match(row.reason)
-            reason = row.reason[named.end() :] if named and named[1] in row.name else row.reason
-            names = found.setdefault(reason, [])
-            names += [name] if name not in names else []
-    return found
-
-
-def draw(reports: Sequence[Report], caption: str = "") -> Any:
-    """Draws one panel per report: bars at the medians, whiskers over the range, ceilings as dashed lines.
-
-    Returns a ``matplotlib.figure.Figure``, which a notebook displays. Raises ImportError without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'") from e
-    tallest = max((len(report.rows) + len(report.ceilings) for report in reports), default=0)
-    columns = max(1, math.ceil(math.sqrt(len(reports))))
-    lines = max(1, math.ceil(len(reports) / columns))
-    figure = Figure(figsize=(5.5 * columns, (1.6 + 0.35 * tallest) * lines), layout="constrained")
-    for index, report in enumerate(reports):
-        _draw(report, figure.add_subplot(lines, columns, index + 1))
-    if caption:
-        figure.supxlabel(caption, fontsize=8)
-    return figure
-
-
-def _draw(report: Report, axes: Any) -> None:
-    samples = [row.samples or (0.0,) for row in report.rows]
-    medians = [statistics.median(figures) for figures in samples]
-    below = [median - min(figures) for median, figures in zip(medians, samples, strict=True)]
-    above = [max(figures) - median for median, figures in zip(medians, samples, strict=True)]
-    axes.barh([row.name for row in report.rows], medians, xerr=[below, above], capsize=3)
-    for place, row in enumerate(report.rows):
-        if not row.samples:  # a bar of length zero would look like a figure
-            axes.text(0, place, " not here", va="center", fontsize=8)
-    axes.invert_yaxis()
-    for number, row in enumerate(report.ceilings):
-        if row.median is not None:
-            label = f"{row.name}: {_figure(row.median)}"
-            axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
-    if any(row.samples for row in report.ceilings):
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    axes.set_title(textwrap.fill(report.title, 36), fontsize=9)
-    axes.set_xlabel(report.unit)
-    axes.tick_params(labelsize=8)

@@ -13,10 +13,10 @@ from monai_gds.command import options
 from monai_gds.command.bench_loaders import loaders
 from monai_gds.command.bench_tensor import app as tensor_app
 from monai_gds.command.bench_training import training
-from monai_gds.command.options import DatasetArguments, JsonOption, PlotOption, dataset_from
+from monai_gds.command.options import DatasetArguments, JsonOption, dataset_from
 
 app = options.app("Measure this machine and your pipeline.", "bench dataset --function training:make_dataset")
-app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --plot loaders.png")(loaders)
+app.command("loaders", epilog="Example: monai-gds bench loaders --make 4000 --crop 224")(loaders)
 app.command("training", epilog="Example: monai-gds bench training --heavy --json heavy.json")(training)
 app.add_typer(tensor_app, name="tensor")
 
@@ -42,7 +42,6 @@ def dataset(
         bool, typer.Option("--cold", help="Drop each dataset's files from the page cache before each of its epochs.")
     ] = False,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Compare cached epochs over your pipeline with those of MONAI's datasets.
 
@@ -59,33 +58,4 @@ def dataset(
     drive = cache_dir or own.cache_dir
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=drive) as folder, progress() as bars:
         report = beside_others(own, Path(folder), items, batch_size, repeats, cold, bars)
-    emit([report], as_json=as_json, plot=plot, about={**machine(own.device), "batch size": batch_size})
-
-
-@app.command("memory", epilog="Example: monai-gds bench memory --gigabytes 0.9 --size 128 128 128")
-def memory(
-    gigabytes: Annotated[float, typer.Option(min=0.5, help="Memory of each dataset's process.")] = 1.1,
-    volumes: Annotated[int, typer.Option(min=1, help="Made-up volumes, each with a label of the same size.")] = 40,
-    size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of each.")] = (160, 160, 128),
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each dataset.")] = 3,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(help="A folder on the drive; default: the temporary folder.", exists=True, file_okay=False),
-    ] = None,
-    as_json: JsonOption = False,
-    plot: PlotOption = None,
-) -> None:
-    """Count what epochs read from the drive where memory is short.
-
-    Each dataset runs in a process of its own, in a control group with that
-    much memory, which its part of the page cache is counted to. The kernel
-    kills what needs more. Each epoch cuts two crops around labels out of each
-    volume. Linux lets root make control groups, and others where they were
-    given one.
-    """
-    from monai_gds.bench import memory as job
-    from monai_gds.bench.report import emit, machine
-
-    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
-        report = job.memory(Path(folder), volumes, size, int(gigabytes * 1e9), epochs, bars)
-    emit([report], as_json=as_json, plot=plot, about=machine())
+    emit([report], as_json=as_json, about={**machine(own.device), "batch size": batch_size})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.base.console import progress_bar, stderr
-from monai_gds.command.options import DeviceOption, HeapOption, JsonOption, PlotOption, one_of
+from monai_gds.command.options import DeviceOption, HeapOption, JsonOption, one_of
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.dali.decoding import Decoding
@@ -94,7 +94,6 @@ def loaders(
     mem: _MemoryOption = None,
     bmap: _MapOption = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Measure images per second through every reader, DALI's own, torchvision and plain Python."""
     from monai_gds.bench import loaders as bench
@@ -127,7 +126,7 @@ def loaders(
 
             decodings = _decodings(decode, crop, hw_decoder_load)
             reports = [bench.compare(replace(settings, decoding=one), wanted, tell) for one in decodings]
-    emit(reports, as_json=as_json, plot=plot, about={
+    emit(reports, as_json=as_json, about={
         **machine(target), "batch size": batchsize, "images": "made" if make else str(folder),
         "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if folder.is_dir() else "not used",
     })  # fmt: skip

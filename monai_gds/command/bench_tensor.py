@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.command import options
-from monai_gds.command.options import JsonOption, PlotOption, known_device, one_of
+from monai_gds.command.options import JsonOption, known_device, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,6 @@ def load_command(
     queue_depth: _DepthOption = None,
     tuned: _TunedOption = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Load a file into a tensor: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
     from monai_gds.bench.tensor import LOADS, load
@@ -64,7 +63,7 @@ def load_command(
     if input_file.stat().st_size == 0:
         raise typer.BadParameter(f"{input_file} is empty", param_hint="--input-file")
     settings = _settings([*LOADS], method, loop, validate, block_size, queue_depth, tuned)
-    _run(lambda target: load(input_file, target, settings), device, as_json, plot)
+    _run(lambda target: load(input_file, target, settings), device, as_json)
 
 
 @app.command("store", epilog="Example: monai-gds bench tensor store --nvme-folder /mnt/nvme --mb-size 1024")
@@ -79,14 +78,13 @@ def store_command(
     queue_depth: _DepthOption = None,
     tuned: _TunedOption = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Store a tensor in a file: plain Python, DeepNVMe's bounce buffer and GPUDirect, and the other backends."""
     from monai_gds.bench.tensor import STORES, store
 
     settings = _settings([*STORES], method, loop, validate, block_size, queue_depth, tuned)
     with tidy_ending():
-        _run(lambda target: store(nvme_folder, mb_size << 20, target, settings), device, as_json, plot)
+        _run(lambda target: store(nvme_folder, mb_size << 20, target, settings), device, as_json)
 
 
 @contextmanager
@@ -123,11 +121,11 @@ def _settings(
     return Tensors(methods or known, loop, validate, chosen if tuned is None else {**chosen, "tuned": tuned})
 
 
-def _run(measure: Callable[[torch.device], Report], device: str | None, as_json: bool, plot: Path | None) -> None:
+def _run(measure: Callable[[torch.device], Report], device: str | None, as_json: bool) -> None:
     from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
 
     devices = {device} if device is not None else {"cpu", None}
     targets = sorted({resolve_device(name) for name in devices}, key=str)
     reports = [measure(target) for target in targets]
-    emit(reports, as_json=as_json, plot=plot, about=machine(targets[-1]))
+    emit(reports, as_json=as_json, about=machine(targets[-1]))

@@ -71,4 +71,4 @@ def training(
         what = Training(items, size, device, used, heavy, whole, numpy)
         with progress() as bars:
             report = job.compare(what, Path(temporary), names, epochs, cold, bars)
-    emit([report], as_json=json_file or False, plot=None, about={**machine(device), "workers": used})
+    emit([report], as_json=json_file or False, about={**machine(device), "workers": used})

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -57,24 +55,6 @@ def _known_backend(name: str) -> str:
     return name
 
 
-def _plot(path: Path | None) -> Path | None:
-    """Checks that the plot can be drawn and saved, before minutes of measuring."""
-    if path is None:
-        return None
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("a plot needs matplotlib: pip install 'monai_gds[bench]'")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a folder")
-    if not os.access(path.parent, os.W_OK):
-        raise typer.BadParameter(f"cannot write to {path.parent}")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:].lower() not in ("", *formats):
-        raise typer.BadParameter(f"{path.name} must end in one of {', '.join(formats)}")
-    return path
-
-
 def parsed(parse: Callable[[str], T], text: str | None, default: D, option: str | None = None) -> T | D:
     """The value of an option, or its default. A ValueError of ``parse`` is wrong usage."""
     try:
@@ -108,7 +88,6 @@ DatasetFunction = Annotated[str, typer.Argument(help="module:function. The funct
 DatasetArguments = Annotated[
     list[str] | None, typer.Argument(help="The function's arguments, such as fold=3.", metavar="KEY=VALUE")
 ]
-PlotOption = Annotated[Path | None, typer.Option(help="Draw a bar chart into this file.", callback=_plot)]
 
 
 def _named(arguments: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -20,33 +20,20 @@ def pack(
         Path, typer.Argument(help="A folder of images, ROOT/CLASS/FILE or ROOT/FILE.", exists=True, file_okay=False)
     ],
     out: Annotated[Path, typer.Argument(help="An empty folder, one that does not exist yet, or an unfinished one.")],
-    format_: Annotated[
-        Literal["records", "squirrel"],
-        typer.Option(
-            "--format", help="records: large files of JPEGs; squirrel: a Messagepack store of decoded images."
-        ),
-    ] = "records",
-    file_mb: Annotated[int, typer.Option(min=1, help="records: MiB of images in each file.")] = 32,
+    file_mb: Annotated[int, typer.Option(min=1, help="MiB of images in each file.")] = 32,
     max_side: Annotated[
-        int | None,
-        typer.Option(min=1, help="records: shrink images that have more pixels in height or width, as JPEGs."),
+        int | None, typer.Option(min=1, help="Shrink images that have more pixels in height or width, as JPEGs.")
     ] = None,
-    quality: Annotated[
-        int, typer.Option(min=1, max=100, help="records: quality of the JPEGs that --max-side makes.")
-    ] = 90,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="Quality of the JPEGs that --max-side makes.")] = 90,
     num_workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="records: files packed at the same time. Default: one per core, at most 8."),
+        int | None, typer.Option(min=1, help="Files packed at the same time. Default: one per core, at most 8.")
     ] = None,
-    size: Annotated[int, typer.Option(min=1, help="squirrel: width and height of an image, in pixels.")] = 300,
-    shard_size: Annotated[int, typer.Option(min=1, help="squirrel: images in each file.")] = 1000,
 ) -> None:
     """Pack a folder of images into a few large files, which ImageNetDataset reads like the folder itself.
 
     After an interruption, the same command goes on with what is left. If
     nothing is left to do, it says so.
     """
-    from monai_gds.imagenet.dali.squirrel import write_store
     from monai_gds.imagenet.files.listing import list_folder
     from monai_gds.imagenet.files.packed import is_packed
     from monai_gds.imagenet.files.packing import pack_folder
@@ -54,15 +41,12 @@ def pack(
     if out.resolve().is_relative_to(root.resolve()):
         raise typer.BadParameter(f"{out} is inside {root}, where it would count as a class", param_hint="OUT")
     images, done = list_folder(root), is_packed(out)
-    with progress_bar("packing", len(images)) as progress:
-        if format_ == "squirrel":
-            write_store(images, out, size=size, shard_size=shard_size, progress=progress)
-        else:
-            with ThreadPoolExecutor(num_workers or min(8, os.cpu_count() or 1)) as executor:
-                pack_folder(
-                    images, out, file_bytes=file_mb << 20, max_side=max_side, quality=quality, executor=executor,
-                    progress=progress,
-                )  # fmt: skip
+    workers = ThreadPoolExecutor(num_workers or min(8, os.cpu_count() or 1))
+    with progress_bar("packing", len(images)) as progress, workers as executor:
+        pack_folder(
+            images, out, file_bytes=file_mb << 20, max_side=max_side, quality=quality, executor=executor,
+            progress=progress,
+        )  # fmt: skip
     files = [file for file in out.iterdir() if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     counts = (len(images), "image", "s"), (len(images.classes), "class", "es"), (len(files), "file", "s")

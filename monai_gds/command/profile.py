@@ -20,7 +20,7 @@ def profile(
     batch_size: Annotated[int, typer.Option(min=1, help="Items in a batch.")] = 1,
     num_workers: Annotated[int, typer.Option(min=0, help="As for GDSDataLoader.")] = 0,
     programs: Annotated[
-        Literal["auto", "check", "off"], typer.Option(help="As for GDSDataLoader; with --num-workers.")
+        Literal["auto", "fast", "check", "off"], typer.Option(help="As for GDSDataLoader; with --num-workers.")
     ] = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="Epochs, one after the other.")] = 3,
     as_json: JsonOption = False,

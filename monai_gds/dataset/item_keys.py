@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import monai
 
 from monai_gds.base import stages
+from monai_gds.base.notices import Notice
 from monai_gds.dataset.settings import MonaiVersion, Settings
 from monai_gds.errors import HashingError
 from monai_gds.folder.reads import ReadLists
@@ -86,7 +87,7 @@ class ItemKeys:
         given = {"mantissa_bits": options.mantissa_bits, "version": _in_a_word(settings.version)}
         self._given: State = tuple((name, str(value)) for name, value in given.items() if value is not None)
         self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
-        self._logged = False
+        self._began, self._logged = settings.began, False
         self._counting = {"names_cuda": "cuda" in hashed.devices, "requires_grad": hashed.requires_grad}
         self._held = counting(settings.held, **self._counting)
         self._make = KeyMaker(dataset.hash_func, sources, loaded_keys(split.deterministic), root)
@@ -127,7 +128,8 @@ class ItemKeys:
         keys = [self._best(item, pipeline, reads) for item in items]
         if keys and not self._logged:
             self._logged = True
-            _log.info("sources of the first item: %s", ", ".join(keys[0].sources) or "none")
+            if Notice("sources", self._began, self.hashed.digest).is_new():
+                _log.info("sources of the first item: %s", ", ".join(keys[0].sources) or "none")
         return keys
 
     def _columns_read(self, pipeline: Pipeline) -> list[frozenset[str]]:

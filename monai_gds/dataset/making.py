@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from monai_gds.base import stages
+from monai_gds.base.notices import Notice
 from monai_gds.dataset.broken import unreadable
 from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.repeats import Repeats
@@ -40,14 +41,17 @@ class Misses:
     """Counts the misses of one dataset in one process.
 
     It has slots because MONAI's ``set_rnd`` walks every ``__dict__`` that it can reach from a dataset.
+
+    Attributes:
+        of: the dataset and its transforms, for all processes of the run: they do not repeat one another's warnings.
     """
 
-    __slots__ = ("_count", "_warned", "_why", "repeats")
+    __slots__ = ("_count", "_why", "of", "repeats")
 
     def __init__(self) -> None:
         self._count = 0
         self._why: list[str] = []  # what differs from the nearest record, while every item misses
-        self._warned: set[type[Exception]] = set()
+        self.of: tuple[Any, ...] = ()
         self.repeats = Repeats()
 
     def hit(self) -> None:
@@ -60,19 +64,15 @@ class Misses:
         if self._count == 1:
             self._why = why_missed(cache, key)
         worker = torch.utils.data.get_worker_info()
-        if self._count * (1 if worker is None else worker.num_workers) >= items:
-            warn_of_misses(cache.path, self._why, stacklevel=7)
+        if self._why and self._count * (1 if worker is None else worker.num_workers) >= items:
+            if Notice("missed", self.of).is_new():
+                warn_of_misses(cache.path, self._why, stacklevel=7)
             self._why = []
 
     def warn_once(self, kind: type[Exception], message: str) -> None:
-        """Warns that an item is not cached, once for each kind of reason."""
-        if kind not in self._warned:
-            self._warned.add(kind)
+        """Warns that an item is not cached, once for each kind of reason, in whatever process of this run."""
+        if Notice("not cached", self.of, kind.__name__).is_new():
             warnings.warn(message, CacheWarning, stacklevel=6)
-
-    def warn_again(self) -> None:
-        """Called when the transforms were replaced: what was said of the ones before does not count."""
-        self._warned = set()
 
 
 def warn_of_misses(cache_dir: str, why: Sequence[str], stacklevel: int) -> None:

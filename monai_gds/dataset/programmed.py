@@ -29,7 +29,7 @@ from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.program import Asked, Program, tensors_in
 from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal, record_item
-from monai_gds.programs.replay import GuardFailed, replay
+from monai_gds.programs.replay import GuardFailed, answered, replay
 from monai_gds.programs.trust import Made, Trust
 from monai_gds.records.pending import PendingItem, Volumes
 
@@ -49,6 +49,7 @@ class Answer(NamedTuple):
         drawn: a digest of the states of those in the program, after it.
         drew_globally: the numbers of the transforms that drew from generators of the whole process.
         plain: whether it is certain that the item has no tensors of the target but those in dicts and lists.
+        rounded: whether the worker computed numbers that are the target's to compute.
     """
 
     saved: Saved
@@ -59,6 +60,7 @@ class Answer(NamedTuple):
     drawn: str = ""
     drew_globally: tuple[int, ...] = ()
     plain: bool = False
+    rounded: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,7 +84,8 @@ def draw(
         seed: what its generators are seeded with.
         target: where the program will be replayed.
         most: how many transforms to record at most.
-        guesses, ask: see :class:`Recorder`.
+        guesses: see :class:`Recorder`.
+        ask: see there; None: this process computes the values, on the CPU, whose last bits may differ.
 
     Raises:
         Exception: whatever the deterministic transforms raise.
@@ -101,13 +104,19 @@ def draw(
     seed_everything(split.steps(), *seed)
     stages.enter("random transforms", "recording")
     drew: set[int] = set()
+    rounded: list[Program] = []
+
+    def here(program: Program) -> bytes:
+        rounded.append(program)
+        return answered(program, torch.device("cpu"))
+
     try:
-        recorded, plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask, drew)
+        recorded, plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask or here, drew)
     except RecordGone:
         return Answer(saved)
     done = 0 if recorded.program is None else recorded.program.done
     later, drawn = states_at(_slots(split, done)), _digest(split, done)
-    return Answer(saved, key.digest, *recorded, later, drawn, tuple(sorted(drew)), plain)
+    return Answer(saved, key.digest, *recorded, later, drawn, tuple(sorted(drew)), plain, bool(rounded))
 
 
 def _recorded(
@@ -246,9 +255,10 @@ class Programmed:
         self.plain = self._answer.plain
         if self._trust.is_due(program) and not any(step < program.done for step in self._answer.drew_globally):
             self.plain = False
-            made = item, self._answer.drawn
-            with suppress(RecordGone):
-                item = self._trust.compared(made, program, self._split.steps(), self._eagerly, self._again)
+            made = self._again(program.done) if self._answer.rounded else (item, self._answer.drawn)
+            if made is not None:
+                with suppress(RecordGone):
+                    item = self._trust.compared(made, program, self._split.steps(), self._eagerly, self._again)
         return item, program.done
 
     def _rest(self, item: Any, done: int) -> Any:

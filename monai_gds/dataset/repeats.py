@@ -35,7 +35,7 @@ from monai_gds.errors import CacheWarning
 from monai_gds.folder.explain import pipeline_differences, source_differences, steps_of
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key, Pipeline
-from monai_gds.shared.notes import Notes, line, lines_in, whole_lines
+from monai_gds.shared.notes import Notes
 
 #: What launchers tell a process of its place in a job, and of the job.
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -108,10 +108,10 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
         return
     job, description = _job(), pipeline.describe()
     what, index = digest_of([items, *steps_of(description)]), Index(folder, file_mode)
-    notes = Notes(folder, "ranks", whole_lines, file_mode)
-    notes.tidy(lambda files: b"")  # none is needed any more
+    notes = Notes(folder, "ranks", file_mode)
+    notes.tidy(lambda files: [])  # none is needed any more
     index.describe_pipeline(pipeline.digest, description)
-    notes.append(line(json.dumps([job, rank, what, pipeline.digest]).encode()))
+    notes.append([json.dumps([job, rank, what, pipeline.digest]).encode()])
     others = _others(notes, job, what)
     mine = others.pop(rank, set())
     for other, theirs in others.items():
@@ -137,8 +137,8 @@ def compare_seeds(settings: Settings, states: Any) -> None:
     if not rank or folder is None:
         return
     job, drawn_from = _job(), digest_of(repr(states))
-    notes = Notes(folder, "ranks", whole_lines, settings.file_mode)
-    notes.append(line(json.dumps([job, rank, _SEEDS, drawn_from]).encode()))
+    notes = Notes(folder, "ranks", settings.file_mode)
+    notes.append([json.dumps([job, rank, _SEEDS, drawn_from]).encode()])
     others = _others(notes, job, _SEEDS)
     same = [other for other, theirs in others.items() if other != rank and drawn_from in theirs]
     if same and Notice("equal seeds", os.fspath(folder), job).is_new():
@@ -166,8 +166,8 @@ def _job() -> str:
 def _others(notes: Notes, job: str, what: str) -> dict[str, set[str]]:
     """The pipelines that stand for the same that the ranks of a job have, by rank."""
     running, found = notes.running(), dict[str, set[str]]()
-    for name, block in notes.added().items():
-        for text in lines_in(block) if name in running else ():
+    for name, texts in notes.added().items():
+        for text in texts if name in running else ():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 entry: list[Any] = json.loads(text)
                 its_job, rank, its_what, pipeline = map(str, entry)

@@ -22,6 +22,7 @@ import torch
 from monai.data import PersistentDataset, get_track_meta
 
 from monai_gds.base import stages
+from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.held import computing, in_words
@@ -65,7 +66,7 @@ class Runtime:
 
     __slots__ = (
         "cache", "cache_form", "cache_owner", "global_draws", "helper", "hidden", "keys", "loops", "misses",
-        "on_values", "owner", "pipeline", "sent", "split", "uses", "warned_of_cpu",
+        "on_values", "owner", "pipeline", "sent", "split", "uses",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -84,7 +85,6 @@ class Runtime:
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.global_draws = GlobalDraws()
         self.misses = Misses()
-        self.warned_of_cpu = False
 
     def send(self) -> tuple[str, str] | None:
         """For another process: the hash of the transforms as they are, and the one in the keys of this process.
@@ -143,12 +143,12 @@ class Session(NamedTuple):
             runtime.split, runtime.keys = Split(transform), None
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
-            runtime.misses.warn_again()
             try:
                 keys = self.keys()
             except BaseException:
                 runtime.split = None  # or the next access would use the key of the old transforms
                 raise
+            runtime.misses.of = self.settings.began, keys.hashed.digest
             if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
                 warnings.warn(why, CacheWarning, stacklevel=3)
             if self.caches:
@@ -190,13 +190,12 @@ class Session(NamedTuple):
         worker = torch.utils.data.get_worker_info()
         if device.type == "cpu" or runtime.may_write_later():
             return device
-        if not runtime.warned_of_cpu and (worker is None or worker.id == 0):
+        if (worker is None or worker.id == 0) and Notice("on the CPU", self.settings.began).is_new():
             warnings.warn(
                 f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on {device}. "
                 "Use num_workers=0 with ThreadDataLoader.",
                 stacklevel=2,
             )
-        runtime.warned_of_cpu = True
         return torch.device("cpu")
 
     def cache(self) -> CacheDirectory | None:

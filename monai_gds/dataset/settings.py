@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from monai.transforms import Transform
 
+from monai_gds.base.notices import Notice
 from monai_gds.base.units import bytes_of
 from monai_gds.folder.directory import check_writable, folder_named, prepare
 from monai_gds.items.rounding import check_bits
@@ -201,7 +202,8 @@ class Settings:
         """
         options, target = CacheOptions.of(options), resolve_device(device)
         backend, reason = choose_backend(backend, target)
-        _log.info("a dataset on %s uses backend %s (%s)", target, backend, reason)
+        if Notice("backend", target, backend, reason).is_new():
+            _log.info("a dataset on %s uses backend %s (%s)", target, backend, reason)
         if not isinstance(backend_options, Mapping | None):
             raise TypeError(f"backend_options={backend_options!r}: give a dict of them by name, as {{'threads': 8}}")
         check_options(backend, backend_options or {}, target)

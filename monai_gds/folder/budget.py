@@ -31,7 +31,7 @@ from monai_gds.folder.index import Index
 from monai_gds.folder.maintenance import Found, idle
 from monai_gds.folder.uses import Used, Uses
 from monai_gds.records import header
-from monai_gds.shared.notes import Notes, read, whole_lines
+from monai_gds.shared.notes import Notes, read
 from monai_gds.shared.temporary import ANY, publish
 
 #: Seconds until a directory without room is looked at again.
@@ -51,7 +51,7 @@ def written(directory: str | os.PathLike[str]) -> int | None:
     """The budget that is written in a directory, in bytes; None if there is none."""
     with (
         contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError),
-        Notes(directory, "budget", whole_lines).folder() as folder,
+        Notes(directory, "budget").folder() as folder,
     ):
         nbytes = json.loads(read(folder, _NAME))["bytes"]
         return nbytes if type(nbytes) is int and nbytes >= 0 else None
@@ -64,7 +64,7 @@ def write(directory: str | os.PathLike[str], nbytes: int | None) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with Notes(directory, "budget", whole_lines).folder(make=True) as folder:
+    with Notes(directory, "budget").folder(make=True) as folder:
         if nbytes is not None:
             publish(os.path.abspath(directory), _NAME, json.dumps({"bytes": nbytes}).encode(), into=folder)
             return

@@ -432,10 +432,10 @@ def remove(found: Found) -> bool:
     if temporary.is_temporary(found.path.name):
         return temporary.remove(found.path.parent.parent, found.path.name)
     try:
-        seen = os.lstat(found.file)  # first, since later states are compared with it
         st = os.stat(found.file)  # a link was judged by its target
+        if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
+            return False
+        os.unlink(found.file)
     except FileNotFoundError:
         return False
-    if (st.st_ino, st.st_size, st.st_mtime_ns) != (found.inode, found.nbytes, found.mtime_ns):
-        return False
-    return temporary.remove_record(found.file, seen)
+    return True

@@ -17,11 +17,12 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from itertools import chain
 
 from monai_gds import limits
 from monai_gds.base.data_root import above, below
 from monai_gds.base.process import PerProcess
-from monai_gds.shared.notes import Notes, line, lines_in, whole_lines
+from monai_gds.shared.notes import Notes
 from monai_gds.shared.temporary import ANY
 
 _LINE = re.compile(rb"([0-9a-f]{32}) (\[.+\])", re.DOTALL)
@@ -39,7 +40,7 @@ class ReadLists:
     """
 
     def __init__(self, directory: str | os.PathLike[str], root: str | None = None, file_mode: int = ANY) -> None:
-        self._notes = Notes(directory, "reads", whole_lines, file_mode)
+        self._notes = Notes(directory, "reads", file_mode)
         self._root = root
         self._lists: dict[str, tuple[bytes, ...]] | None = None  # by name, the newest first
         self._parsed: dict[bytes, tuple[str, ...]] = {}  # most items have the same
@@ -61,9 +62,8 @@ class ReadLists:
         with self._lock():
             self._lists = {} if self._lists is None else self._lists
             added = self._notes.added()
-            for lines in added.values():
-                for text in lines_in(lines):
-                    self._add(text)
+            for text in chain(*added.values()):
+                self._add(text)
             return bool(added)
 
     def note(self, name: str, paths: Sequence[str]) -> None:
@@ -73,11 +73,11 @@ class ReadLists:
         text = f"{name} {json.dumps([self._relative(path) for path in paths])}".encode()
         with self._lock():
             self._add(text)
-        self._notes.append(line(text))
+        self._notes.append([text])
 
     def tidy(self) -> None:
         """Merges the files of ended processes if there are many."""
-        self._notes.tidy(lambda files: b"".join(dict.fromkeys(line(t) for file in files for t in lines_in(file))))
+        self._notes.tidy()
 
     def _add(self, text: bytes) -> None:
         if (found := _LINE.fullmatch(text)) and self._lists is not None:

@@ -34,7 +34,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from monai_gds.base.process import PerProcess
-from monai_gds.shared.notes import Notes, line, lines_in, whole_lines
+from monai_gds.shared.notes import Notes
 from monai_gds.shared.temporary import ANY
 
 #: Seconds between writes while records are read for the first time.
@@ -63,8 +63,8 @@ class _File:
     opened: set[str] = field(default_factory=set)
     ended: float = 0.0  # when the dataset ended; 0 if that is not noted
 
-    def add(self, notes: bytes) -> None:
-        for kind, seconds, what in _entries(notes):
+    def add(self, texts: Iterable[bytes]) -> None:
+        for kind, seconds, what in _entries(texts):
             if kind == "read":
                 digests = (what[i : i + _DIGITS] for i in range(0, len(what), _DIGITS))
                 self.read.update(dict.fromkeys(digests, seconds))
@@ -106,7 +106,7 @@ class Uses:
 
     def __init__(self, directory: str | os.PathLike[str], began: float = 0.0, file_mode: int = ANY) -> None:
         self._began = began
-        self._notes = Notes(directory, "uses", whole_lines, file_mode, patience=7 * _DAY)
+        self._notes = Notes(directory, "uses", file_mode, patience=7 * _DAY)
         self._files: dict[str, _File] = {}
         self._opened: set[str] = set()  # also by the process that this one was forked from, which lives as long
         self._own = PerProcess(partial(_Own, self._notes))
@@ -120,7 +120,7 @@ class Uses:
         if pipeline not in self._opened:
             self._opened.add(pipeline)
             self._own().opened.add(pipeline)
-            self._notes.append(_line("open", pipeline))
+            self._notes.append([_text("open", pipeline)])
 
     def read(self, digest: str) -> None:
         """Notes that a record was read, unless that is known."""
@@ -140,8 +140,7 @@ class Uses:
     def flush(self) -> None:
         """Writes what waits."""
         own = self._own()
-        if lines := _taken(own.waiting):
-            self._notes.append(lines)
+        self._notes.append(_taken(own.waiting))
         own.written = time.monotonic()
 
     # Reading
@@ -174,28 +173,28 @@ class Uses:
         return sorted(found)
 
     def _read(self) -> None:
-        for name, notes in self._notes.added().items():
-            self._files.setdefault(name, _File()).add(notes)
+        for name, texts in self._notes.added().items():
+            self._files.setdefault(name, _File()).add(texts)
 
     def tidy(self) -> None:
         """Merges the files of ended processes if there are many."""
         self._notes.tidy(self._merged)
 
-    def _merged(self, files: list[bytes]) -> bytes:
+    def _merged(self, files: list[list[bytes]]) -> list[bytes]:
         """When each record that still exists was last used."""
         read = [_File() for _ in files]
-        for file, notes in zip(read, files, strict=True):
-            file.add(notes)
+        for file, texts in zip(read, files, strict=True):
+            file.add(texts)
         there = {name[:_DIGITS] for name in os.listdir(self._notes.directory)}
         by_time: dict[float, list[str]] = {}
         for digest, seconds in _last(read).items():
             if digest in there:
                 by_time.setdefault(seconds, []).append(digest)
-        return b"".join(_line("read", "".join(digests), seconds) for seconds, digests in by_time.items())
+        return [_text("read", "".join(digests), seconds) for seconds, digests in by_time.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lines
+# Texts
 
 
 def _login(uid: int) -> str:
@@ -205,27 +204,26 @@ def _login(uid: int) -> str:
         return f"user {uid}"
 
 
-def _taken(waiting: set[str]) -> bytes:
-    """The line of the waiting digests, if there are any. Empties the set."""
+def _taken(waiting: set[str]) -> list[bytes]:
+    """The note of the waiting digests, if there are any. Empties the set."""
     digests = []
     with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
         while True:
             digests.append(waiting.pop())
-    return _line("read", "".join(digests)) if digests else b""
+    return [_text("read", "".join(digests))] if digests else []
 
 
 def _end(notes: Notes, waiting: set[str], opened: set[str]) -> None:
     # The collector may end a dataset at any time, also while its folder is being removed.
-    if lines := _taken(waiting) + (_line("end") if opened else b""):
-        notes.append(lines, make=False)
+    notes.append([*_taken(waiting), *([_text("end")] if opened else [])], make=False)
 
 
-def _line(kind: str, what: str = "", seconds: float | None = None) -> bytes:
-    return line(json.dumps([kind, round(time.time() if seconds is None else seconds, 3), what]).encode())
+def _text(kind: str, what: str = "", seconds: float | None = None) -> bytes:
+    return json.dumps([kind, round(time.time() if seconds is None else seconds, 3), what]).encode()
 
 
-def _entries(notes: bytes) -> Iterator[tuple[str, float, str]]:
-    for text in lines_in(notes):
+def _entries(texts: Iterable[bytes]) -> Iterator[tuple[str, float, str]]:
+    for text in texts:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             yield _entry(json.loads(text.decode()))
 

@@ -22,7 +22,7 @@ from monai_gds.imagenet.dali.decoding import Decoding
 from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
-from monai_gds.imagenet.readers import Batch, ImageReader
+from monai_gds.imagenet.readers import Batch, FileReader
 from monai_gds.imagenet.source import arrays_of, open_images, open_reader
 from monai_gds.storage import resolve_device
 
@@ -45,8 +45,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             one). Readers that read by block maps take it as their ``blockmap``.
         batch_size: images per batch.
         reader: how encoded images are read: one of :data:`~monai_gds.imagenet.source.READERS`, which are the storage
-            backends, ``auto``, ``packed`` for the best backend over a packed folder, and ``python-file`` for plain
-            Python.
+            backends, ``auto``, and ``packed`` for the best backend over a packed folder.
         device: where the batches go: an int or ``"cuda:N"``, ``"cpu"``, or None for the current CUDA device, or the CPU
             if there is none.
         decode: decode with DALI, on the GPU if ``device`` is one. False yields encoded bytes as a list of 1-D uint8
@@ -174,7 +173,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self._running: weakref.ref[Generator[dict[str, Any]]] | None = None
         close_when_dropped(self, self._reader.close)
 
-    def _open_reader(self, images: ImageList, **arguments: Any) -> ImageReader:
+    def _open_reader(self, images: ImageList, **arguments: Any) -> FileReader:
         if not self._decode or self.device.type == "cpu":
             return open_reader(self.reader, images, self.device, **arguments)
         try:  # decoders want encoded bytes in host memory

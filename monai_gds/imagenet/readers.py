@@ -7,8 +7,6 @@ of one buffer, or of one buffer per large file: with small files, Python calls c
 
 from __future__ import annotations
 
-import errno
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +19,12 @@ import torch
 from monai_gds import limits
 from monai_gds.base.checksum import checksums
 from monai_gds.base.process import PerProcess
-from monai_gds.errors import BrokenImage, StorageError
+from monai_gds.errors import BrokenImage
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage
 from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.files.packed import PackedImages, damaged
 from monai_gds.storage import FileId, Pending, Reads
-from monai_gds.storage.files import check_open
 
 
 @dataclass(slots=True)
@@ -45,57 +42,20 @@ class Batch:
         self.release()
 
 
-class ImageReader(ABC):
-    """Reads batches of images, given by their indices in a list, to a device."""
+class FileReader:
+    """Reads batches of images, given by their indices in a list, to a device. One file per image."""
 
-    def __init__(self, images: ImageList, device: torch.device) -> None:
+    def __init__(self, images: ImageList, storage: ImageStorage) -> None:
         self.images = images
-        self.device = device
+        self.device = storage.device
+        self._storage = storage
 
-    @abstractmethod
     def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         """Reads batches of image indices, in order. Closing the iterator ends the reads that are under way.
 
         Raises BrokenImage for an empty image, FileChanged for a file that is not as listed, DamagedRecord for a
         packed file whose bytes do not match their checksum, and other OSErrors.
         """
-
-    def close(self) -> None:  # noqa: B027 (optional: a reader may hold nothing)
-        """Frees threads and memory."""
-
-    def _sizes(self, indices: np.ndarray) -> np.ndarray:
-        sizes: np.ndarray = self.images.sizes[indices]
-        if not sizes.all():
-            raise BrokenImage(self.images.path(int(indices[np.flatnonzero(sizes == 0)[0]])), "it is empty")
-        return sizes
-
-
-class PlainReader(ImageReader):
-    """``python-file``: ``open`` and read, one file after the other. The other readers are compared with it."""
-
-    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
-        for indices in batches:
-            paths = [self.images.path(i) for i in indices.tolist()]
-            images = [self._one(path, size) for path, size in zip(paths, self._sizes(indices).tolist(), strict=True)]
-            yield Batch(indices, images, self.images.labels[indices], lambda: None)
-
-    def _one(self, path: str, size: int) -> torch.Tensor:
-        data = np.empty(size, dtype=np.uint8)
-        with open(path, "rb") as file:
-            check_open(file.fileno(), size, path)
-            if file.readinto(data.data) != size:
-                raise StorageError(errno.EIO, f"it has become shorter than {size} bytes", path)
-        return torch.from_numpy(data).to(self.device)
-
-
-class FileReader(ImageReader):
-    """One file per image, through a storage backend."""
-
-    def __init__(self, images: ImageList, storage: ImageStorage) -> None:
-        super().__init__(images, storage.device)
-        self._storage = storage
-
-    def read(self, batches: Sequence[np.ndarray]) -> Generator[Batch]:
         under_way: deque[tuple[np.ndarray, Fetch]] = deque()
         coming = iter(batches)
         try:
@@ -114,10 +74,11 @@ class FileReader(ImageReader):
         return few or len(under_way) <= limits.READ_AHEAD_BATCHES
 
     def _start(self, indices: np.ndarray) -> Fetch:
-        try:
-            sizes = self._sizes(indices)
-        except BrokenImage as e:  # raised by wait(), after the batches before it
-            return Fetch(Pending.completed([], self.device, e))
+        sizes: np.ndarray = self.images.sizes[indices]
+        if not sizes.all():  # raised by wait(), after the batches before it
+            empty = int(indices[np.flatnonzero(sizes == 0)[0]])
+            error = BrokenImage(self.images.path(empty), "it is empty")
+            return Fetch(Pending.completed([], self.device, error))
         return self._storage.start_files([self.images.path(i) for i in indices.tolist()], sizes)
 
     def _finish(self, indices: np.ndarray, fetch: Fetch) -> Batch:
@@ -137,6 +98,7 @@ class FileReader(ImageReader):
         return [image[:nbytes] for image, nbytes in zip(images, sizes, strict=True)]
 
     def close(self) -> None:
+        """Frees threads and memory."""
         self._storage.close()
 
 

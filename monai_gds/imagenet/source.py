@@ -17,7 +17,7 @@ from monai_gds.imagenet.files.listing import ImageList, StrPath, list_block_map,
 from monai_gds.imagenet.files.named_files import labels_array, list_files, read_file_list
 from monai_gds.imagenet.files.packed import PackedImages, is_packed, open_packed
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler
-from monai_gds.imagenet.readers import Batch, FileReader, ImageReader, PackedReader, PlainReader, RangeReader
+from monai_gds.imagenet.readers import Batch, FileReader, PackedReader, RangeReader
 from monai_gds.storage import resolve_device
 from monai_gds.storage.registry import backend_names, backend_options
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from monai_gds.storage.blockmap.block_map import BlockMap
 
 _PACKED = "packed"
-_PLAIN = "python-file"
 
-#: Names of readers: ``auto``, the storage backends, the one that ``auto`` chooses over a packed folder, plain Python.
-READERS = ("auto", *backend_names(), _PACKED, _PLAIN)
+#: Names of readers: ``auto``, the storage backends, and the one that ``auto`` chooses over a packed folder.
+READERS = ("auto", *backend_names(), _PACKED)
 
 
 def open_images(
@@ -95,7 +94,7 @@ def open_images(
 def open_reader(
     name: str, images: ImageList, device: torch.device, *, pinned: bool = False, window: int | None = None,
     options: Mapping[str, Any] | None = None,
-) -> ImageReader:  # fmt: skip
+) -> FileReader:  # fmt: skip
     """Opens one of :data:`READERS`.
 
     Args:
@@ -113,18 +112,9 @@ def open_reader(
     if name not in READERS:
         raise ValueError(f"reader={name!r} is not known; there are: {', '.join(READERS)}")
     root, packed = images.root, isinstance(images, PackedImages)
-    if name == _PLAIN and packed:
-        raise ValueError(f"reader={name!r} reads single files, and {root} is packed: use reader={_PACKED!r}")
     if name == _PACKED and not packed:
         command = f"monai-gds pack {shlex.quote(root)} OUT"
         raise ValueError(f"reader={name!r}, but {root} is not packed: run `{command}` and name OUT")
-    if name == _PLAIN:
-        if options:
-            raise ValueError(
-                f"reader={name!r} reads with open(), and takes no storage_options ({', '.join(options)}): leave them "
-                "out, or name a backend such as reader='posix'"
-            )
-        return PlainReader(images, device)
     name = "auto" if name == _PACKED else name
     options = _with_map(images, backend_options(name, device), options or {})
     storage = ImageStorage(name, device, pinned=pinned, options=options)

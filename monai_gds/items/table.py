@@ -61,7 +61,7 @@ def _plain(tag: str, cls: type, encode: Callable[[Any], Any], decode: Callable[[
     return Type(tag, (cls,), encoded, _value(decode))
 
 
-# Numbers, classes, dates and times
+# Numbers, enums, dates and times
 
 
 def _complex(encoder: Encoder, value: complex, path: Path) -> Any:
@@ -76,23 +76,6 @@ def _enum(encoder: Encoder, value: enum.Enum, path: Path) -> Any:
     if not is_monai_enum(type(value)):
         raise unsupported(value, path)
     return {"$enum": [type(value).__qualname__, value.name]}
-
-
-_CLASSES: dict[str, type] = {
-    cls.__name__: cls for cls in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-}
-
-
-def _class(encoder: Encoder, value: type, path: Path) -> Any:
-    if _CLASSES.get(value.__name__) is not value:
-        raise unsupported(value, path)
-    return {"$type": value.__name__}
-
-
-def _class_of(name: Any) -> type:
-    if name not in _CLASSES:
-        raise NewerRecord(f"it holds the type {name!r}, which this version does not support")
-    return _CLASSES[name]
 
 
 def _timedelta(value: datetime.timedelta) -> list[int]:
@@ -442,7 +425,6 @@ _FREQUENT = (
     Type("$float", (float,), lambda e, v, p: v if math.isfinite(v) else {"$float": repr(v)}, _value(float)),
     Type("$complex", (complex,), _complex, _value(_complex_of)),
     _plain("$bytes", bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
-    Type("$type", (type,), _class, _value(_class_of)),
     _LIST,
     _container("$tuple", tuple, tuple, immutable=True),
     _container("$set", set, set),

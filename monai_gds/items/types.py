@@ -116,7 +116,7 @@ def codec_for(cls: type) -> Codec | None:
 GONE = frozenset(
     f"${name}" for name in (
         "bytearray", "counter", "decimal", "defaultdict", "deque", "ellipsis", "fraction", "masked", "masked_array",
-        "namespace", "numpy_bytes", "numpy_type", "objects", "proxy", "uuid", "void",
+        "namespace", "numpy_bytes", "numpy_type", "objects", "proxy", "type", "uuid", "void",
     )
 )  # fmt: skip
 

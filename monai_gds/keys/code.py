@@ -91,6 +91,9 @@ class Definitions:
         writes_files: greater than 0 inside a transform that writes the files it names.
     """
 
+    #: Containers with more members are described by their digest.
+    _MOST_DESCRIBED = 32
+
     def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
         self._exact, self._ordered = exact, ordered
         self.description: dict[str, str] | None = {} if describes else None
@@ -117,13 +120,24 @@ class Definitions:
     def digest(self, value: Any, where: str) -> bytes:
         """The digest of any value."""
 
-    @abstractmethod
     def each(self, values: Iterable[Any], where: str) -> list[bytes]:
         """The digests of several values."""
+        members = list(values)
+        if self.description is None or len(members) <= self._MOST_DESCRIBED:
+            return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
+        with self.silence():
+            found = [self.digest(v, where) for v in members]
+        self.describe(where, f"{len(members)} values, {join(found).hex()[:8]}")
+        return found
 
-    @abstractmethod
     def pairs(self, value: Mapping[Any, Any], where: str) -> list[bytes]:
         """The digests of the members of a dict."""
+        pairs = []
+        for key, v in value.items():
+            name = f"{where}[{key!r}]"
+            content = b"device" if self.is_device(key, v) else self.digest(v, name)
+            pairs.append(self.digest(key, f"{where}'s key {key!r}") + content)
+        return sorted(pairs)
 
     def describe(self, where: str, text: str) -> None:
         """Notes what is at an attribute path."""
@@ -191,7 +205,8 @@ class Definitions:
         if "__dataclass_params__" in members:  # what Python makes of fields and these differs between its versions
             params = members["__dataclass_params__"]
             made = ("init", "repr", "eq", "order", "unsafe_hash", "frozen")
-            members = {k: v for k, v in members.items() if _filename(v) != "<string>"}
+            code = {k: v.__code__ for k, v in members.items() if isinstance(v, types.FunctionType)}
+            members = {k: v for k, v in members.items() if k not in code or code[k].co_filename != "<string>"}
             members["__dataclass_params__"] = [getattr(params, name) for name in made]
         where = class_place(cls)
         return [*self.pairs(members, where), *self.each(cls.__bases__, where + "'s bases")]
@@ -468,10 +483,6 @@ class Code(Definitions):
     def named(self, cls: type) -> bytes:
         self.describe_library(library_of(cls.__module__) or b"")
         return b"\0".join([library_of(cls.__module__) or b"", module_name(cls.__module__), cls.__qualname__.encode()])
-
-
-def _filename(member: Any) -> str:
-    return member.__code__.co_filename if isinstance(member, types.FunctionType) else ""
 
 
 def _is_private(name: str) -> bool:

@@ -148,9 +148,6 @@ class Values(Code):
         ordered: whether the order of dicts counts.
     """
 
-    #: Containers with more members are described by their digest.
-    _MOST_DESCRIBED = 32
-
     def __init__(
         self, root: str | None = None, *, exact: bool = False, describes: bool = False, ordered: bool = False
     ) -> None:
@@ -231,23 +228,6 @@ class Values(Code):
                 own = self.own_code(type(value), where)
                 plain += [*own, *self.attributes(value, where)] if own else []
         return plain
-
-    def each(self, values: Sequence[Any] | Iterable[Any], where: str) -> list[bytes]:
-        members = list(values)
-        if self.description is None or len(members) <= self._MOST_DESCRIBED:
-            return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
-        with self.silence():
-            found = [self.digest(v, where) for v in members]
-        self.describe(where, f"{len(members)} values, {join(found).hex()[:8]}")
-        return found
-
-    def pairs(self, value: Mapping[Any, Any], where: str) -> list[bytes]:
-        pairs = []
-        for key, v in value.items():
-            name = f"{where}[{key!r}]"
-            content = b"device" if self.is_device(key, v) else self.digest(v, name)
-            pairs.append(self.digest(key, f"{where}'s key {key!r}") + content)
-        return sorted(pairs)
 
     # Arrays
 
@@ -424,32 +404,6 @@ def _data_digest(array: np.ndarray) -> bytes:
     """16 bytes of XXH3 over an array's data in C order. It runs at memory speed, unlike a cryptographic hash."""
     if not array.dtype.itemsize or not array.size:
         return b""
-    if not _is_frozen(array):
-        return _digest_now(array)
-    known = _frozen.get(id(array))
-    if known is None or known[0]() is not array:
-        forget = functools.partial(_frozen.pop, id(array), None)
-        known = weakref.ref(array, lambda _: forget()), _digest_now(array)
-        _frozen[id(array)] = known
-    return known[1]
-
-
-#: Digests of arrays that cannot change, by id.
-_frozen: dict[int, tuple[weakref.ref[np.ndarray], bytes]] = {}
-
-
-def _is_frozen(array: np.ndarray) -> bool:
-    """Whether an array's data can never change: they lie in ``bytes``, and it is not an unpickled array, which writes
-    into them all the same."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        if owner.flags.writeable:
-            return False
-        owner = owner.base
-    return isinstance(owner, bytes) and array.flags.c_contiguous
-
-
-def _digest_now(array: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 

@@ -145,10 +145,10 @@ def _is_of_system(path: str) -> bool:
     return path.startswith(_SYSTEM) and not path.startswith("/dev/shm/")  # where users stage data
 
 
-def _absolute(path: Any, folder: str = "") -> str:
+def _absolute(path: Any) -> str:
     text = os.fsdecode(path)
     if not text.startswith("/"):
-        text = os.path.join(folder or os.getcwd(), text)
+        text = os.path.join(os.getcwd(), text)
     return text if "/../" in text else os.path.normpath(text)  # after a link, ".." leads elsewhere
 
 

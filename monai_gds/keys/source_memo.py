@@ -2,8 +2,7 @@
 
     <cache_dir>/.index/<process>.<n>.sources    hashes that one process noted (monai_gds.shared.notes)
 
-A file is a sequence of 40-byte entries: a 16-byte key (the hash of a path and its ``stat``), the 16-byte content hash,
-and an 8-byte checksum. A torn or garbled entry fails its checksum and counts as absent.
+A note is a 16-byte key, the hash of a path and its ``stat``, and the 16-byte content hash, together 64 hex digits.
 
 The memo only saves time. If it cannot be read or written, nothing fails, and source files are read more often.
 
@@ -19,21 +18,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
-
-import numpy as np
-import numpy.typing as npt
-import xxhash
+from itertools import chain
 
 from monai_gds import limits
 from monai_gds.base.file_systems import LOCAL, kind_of
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes
 
-_ENTRY = 40  # bytes: key, content, checksum
-_CHECKED = 32  # bytes that the checksum covers
+_NOTE = re.compile(b"[0-9a-f]{64}")
 
 #: Seconds between looks at other processes' files, and between writes of our own.
 _REFRESH_SECONDS = 1.0
@@ -46,49 +42,36 @@ _CLOCKS_DIFFER = 24 * 3600 * 1_000_000_000
 
 
 class SourceMemo:
-    """The memo of one cache folder, as one process sees it. Without a folder nothing is kept."""
+    """The memo of one cache folder, as one process sees it. Without a folder it is in memory only."""
 
     def __init__(self, folder: str | None) -> None:
-        self._notes = None if folder is None else Notes(folder, "sources", lambda data: len(data) // _ENTRY * _ENTRY)
-        self._large = _Table.of([])
-        self._small = _Table.of([])
+        self._notes = None if folder is None else Notes(folder, "sources")
+        self._found: dict[bytes, bytes] = {}  # contents by key
         self._own = PerProcess(_Own)
 
-    # Reading
-
     def get(self, key: bytes) -> bytes | None:
-        """The content hash that any process remembered under a 16-byte key."""
-        if self._notes is None:
-            return None
-        found = self._small.get(key) or self._large.get(key)
-        own = self._own()
-        if found is None and time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
-            with own.lock:  # others wait, since what they miss is being read
-                if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
-                    self._refresh(self._notes)
-                    own.refreshed = time.monotonic()
-            found = self._small.get(key) or self._large.get(key)
+        """The content hash that this or another process remembered under a 16-byte key."""
+        found = self._found.get(key)
+        if found is None and self._notes is not None:
+            own = self._own()
+            if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
+                with own.lock:  # others wait, since what they miss is being read
+                    if time.monotonic() - own.refreshed >= _REFRESH_SECONDS:
+                        texts = filter(_NOTE.fullmatch, chain(*self._notes.added().values()))
+                        notes = (bytes.fromhex(text.decode()) for text in texts)
+                        self._found.update((note[:16], note[16:]) for note in notes)
+                        own.refreshed = time.monotonic()
+                found = self._found.get(key)
         return found
 
-    def _refresh(self, notes: Notes) -> None:
-        """Reads what was noted since the last look."""
-        blocks = [_rows(data) for data in notes.added().values()]
-        if not blocks:
-            return
-        if len(self._small) + sum(map(len, blocks)) <= limits.MEMO_SMALL_TABLE_ITEMS:
-            self._small = _Table.of([self._small.rows, *blocks])
-        else:
-            self._large = _Table.of([self._large.rows, self._small.rows, *blocks])
-            self._small = _Table.of([])
-
-    # Writing
-
-    def put(self, key: bytes, content: bytes) -> None:
-        """Remembers a 16-byte content hash under a 16-byte key, and writes from time to time."""
-        if self._notes is None:
+    def put(self, key: bytes, content: bytes, *, for_others: bool = True) -> None:
+        """Remembers a 16-byte content hash under a 16-byte key; ``for_others``, writes it, from time to time."""
+        if for_others or len(self._found) < limits.KNOWN_FILES:
+            self._found[key] = content
+        if self._notes is None or not for_others:
             return
         own = self._own()
-        own.waiting.append(_entry(key, content))
+        own.waiting.append((key + content).hex().encode())
         if len(own.waiting) >= limits.MEMO_WAITING_ITEMS or time.monotonic() - own.flushed >= _REFRESH_SECONDS:
             self.flush()
 
@@ -100,13 +83,13 @@ class SourceMemo:
         with contextlib.suppress(IndexError):  # without a lock: other threads may append meanwhile
             while True:
                 entries.append(own.waiting.popleft())
-        if entries and self._notes is not None:
-            self._notes.append(b"".join(entries))
+        if self._notes is not None:
+            self._notes.append(entries)
 
     def tidy(self) -> None:
         """Merges the files of ended processes if there are many."""
         if self._notes is not None:
-            self._notes.tidy(_merged)
+            self._notes.tidy()
 
 
 class _Own:
@@ -141,55 +124,3 @@ class Ages:
         if len(self._young) < limits.YOUNG_FILES or path in self._young:
             self._young[path] = (state, time.monotonic())
         return False
-
-
-# Entries
-
-_Rows = npt.NDArray[np.uint64]  # of shape (n, 5): two words of the key, two of the content, one of the checksum
-
-
-def _entry(key: bytes, content: bytes) -> bytes:
-    return key + content + xxhash.xxh3_64_digest(key + content)
-
-
-def _is_whole(entry: bytes) -> bool:
-    return xxhash.xxh3_64_digest(entry[:_CHECKED]) == entry[_CHECKED:]
-
-
-def _rows(data: bytes) -> _Rows:
-    return np.frombuffer(data, np.uint64).reshape(-1, _ENTRY // 8)
-
-
-class _Table:
-    """Entries sorted by the first word of their keys. Checksums are compared when an entry is looked up."""
-
-    __slots__ = ("_first", "rows")
-
-    def __init__(self, rows: _Rows) -> None:
-        self.rows = rows
-        self._first = np.ascontiguousarray(rows[:, 0])
-
-    @classmethod
-    def of(cls, blocks: list[_Rows]) -> _Table:
-        held = [block for block in blocks if len(block)]
-        rows = held[0] if len(held) == 1 else np.concatenate([_rows(b""), *held])
-        return cls(rows[np.argsort(rows[:, 0], kind="stable")])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def get(self, key: bytes) -> bytes | None:
-        first = np.frombuffer(key, np.uint64, 1)[0]
-        for row in self.rows[np.searchsorted(self._first, first) :]:
-            if row[0] != first:
-                break
-            entry: bytes = row.tobytes()
-            if entry.startswith(key) and _is_whole(entry):
-                return entry[16:_CHECKED]
-        return None
-
-
-def _merged(files: list[bytes]) -> bytes:
-    """The whole entries of several files, each once."""
-    cut = (data[i : i + _ENTRY] for data in files for i in range(0, len(data), _ENTRY))
-    return b"".join(dict.fromkeys(entry for entry in cut if _is_whole(entry)))

@@ -25,6 +25,7 @@ import xxhash
 
 from monai_gds import limits
 from monai_gds.base.file_systems import open_fd
+from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, HashingError
 from monai_gds.keys.folder_listing import (
     FILE,
@@ -103,8 +104,6 @@ class Sources:
         self._folder = folder
         self._memo = SourceMemo(folder)
         self._ages = Ages()
-        # By absolute path: its state (32 bytes for a file, 16 for a folder), then 16 bytes of content hash.
-        self._known: dict[str, bytes] = {}
         self._once: dict[tuple[str, bool], Identity] = {}
         # Of folders that were read: the states of the folders in them, and their identities.
         self._trees: dict[str, tuple[dict[str, bytes], Identity]] = {}
@@ -194,21 +193,10 @@ class Sources:
 
     def _recall(self, path: str, state: bytes) -> bytes | None:
         """The content hash of a source that this or another process saw in this state."""
-        found = self._known.get(path)
-        if found is not None and found.startswith(state):
-            return found[len(state) :]
-        content = self._memo.get(_memo_key(path, state))
-        if content is not None:
-            self._keep(path, state, content)
-        return content
+        return self._memo.get(_memo_key(path, state))
 
-    def _remember(self, path: str, state: bytes, content: bytes) -> None:
-        self._keep(path, state, content)
-        self._memo.put(_memo_key(path, state), content)
-
-    def _keep(self, path: str, state: bytes, content: bytes) -> None:
-        if len(self._known) < limits.KNOWN_FILES or path in self._known:
-            self._known[path] = state + content
+    def _remember(self, path: str, state: bytes, content: bytes, *, for_others: bool = True) -> None:
+        self._memo.put(_memo_key(path, state), content, for_others=for_others)
 
     # Files
 
@@ -279,7 +267,7 @@ class Sources:
                 is_old = self._is_old_folder(path)
                 content = xxhash.xxh3_128_digest(os.fsencode("\0".join(sorted(os.listdir(path)))))
                 if is_old and state == _state_of(os.stat(path)):
-                    self._keep(path + NAMES, state, content)
+                    self._remember(path + NAMES, state, content, for_others=False)
             return Identity(0, content.hex())
         return None
 
@@ -325,25 +313,26 @@ class Sources:
         if kind != FILE:
             return b"", True
         path = os.path.join(folder, name)
-        state, known = _STATE.pack(*times), self._known.get(path, b"")
-        if known.startswith(state):  # another of many changed
-            return known[len(state) :], True
+        known = self._recall(path, _STATE.pack(*times))
+        if known is not None:  # another of many changed
+            return known, True
         read = self._read(path)
         if read is None or read.content is None:
             return b"" if read is None else read.unreadable.encode(), False
         if read.is_old:
-            self._keep(path, read.state, read.content)
+            self._remember(path, read.state, read.content, for_others=False)
         return read.content, read.is_old
 
     def _too_many(self, path: str) -> Identity:
         self._warned.add(path)
-        warnings.warn(
-            f"the folder {path!r} holds more than {limits.FOLDER_ENTRIES:,} entries, so keys contain its name "
-            "only, and changes in it are not noticed. If it is the data, name its files or subfolders in the items, or "
-            "give sources= a function that returns its version",
-            CacheWarning,
-            stacklevel=2,
-        )
+        if Notice("too many", path).is_new():
+            warnings.warn(
+                f"the folder {path!r} holds more than {limits.FOLDER_ENTRIES:,} entries, so keys contain its name "
+                "only, and changes in it are not noticed. If it is the data, name its files or subfolders in the "
+                "items, or give sources= a function that returns its version",
+                CacheWarning,
+                stacklevel=2,
+            )
         return Identity(0, "unlisted")
 
 

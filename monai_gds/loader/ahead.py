@@ -74,7 +74,8 @@ class Programs:
         part = self._parts.index(dataset)
         trust = self._trusts[part]
         measured = self._watch is not None
-        return ItemTask(part, index, seed, trust.most, dict(trust.guesses), self._crew.address, measured)
+        address = None if trust.rounds else self._crew.address
+        return ItemTask(part, index, seed, trust.most, dict(trust.guesses), address, measured)
 
     def begin(self, dataset: GDSDataset, index: int, seed: Seed, running: Running) -> Programmed:
         """Begins to read what an item needs, once a worker has drawn it.
@@ -95,6 +96,7 @@ class Programs:
         answer.saved.note()
         trust = self._trusts[self._parts.index(dataset)]
         trust.note(answer.program, answer.refused)
+        stages.count("rounded", answer.rounded)
         if answer.refused is not None:  # and not one that is not tried again
             session.runtime.on_values.setdefault(answer.refused.name, answer.refused.why)
         for step in answer.drew_globally:

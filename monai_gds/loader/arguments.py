@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-#: What ``ThreadDataLoader`` takes besides, and by default.
-_OF_THREADS: Mapping[str, Any] = {"buffer_size": 1, "buffer_timeout": 0.01, "repeats": 1, "use_thread_workers": False}
+#: What only ``ThreadDataLoader`` takes, by default; it has no effect here.
+_OF_THREADS: Mapping[str, Any] = {"buffer_timeout": 0.01, "use_thread_workers": False}
 
 #: What has no effect over GDSDatasets, and what is done instead.
 _IDLE = {
@@ -32,20 +32,16 @@ def _defaults() -> dict[str, Any]:
     return {**found, **_OF_THREADS}
 
 
-def of_threads(given: dict[str, Any], ours: inspect.Signature, ours_only: bool) -> tuple[int, int]:
-    """Takes the arguments of ``ThreadDataLoader`` out of those that were given. Warns of those without effect.
+def drop_idle(given: dict[str, Any], ours: inspect.Signature, ours_only: bool) -> None:
+    """Takes out the arguments that no ``DataLoader`` has, and warns of all that have no effect.
 
     Args:
         given: keyword arguments; what is left is for MONAI's ``DataLoader``.
         ours: the signature of ``GDSDataLoader``, for its names.
         ours_only: whether the loader is over GDSDatasets. Any other is loaded by MONAI's ``DataLoader``.
 
-    Returns:
-        How often each batch is given, and how many finished batches may wait.
-
     Raises:
-        TypeError: there is no such argument, or a number is not whole.
-        ValueError: ``repeats`` or ``buffer_size`` is less than 1.
+        TypeError: there is no such argument.
     """
     defaults = _defaults()
     for name in given:
@@ -56,8 +52,8 @@ def of_threads(given: dict[str, Any], ours: inspect.Signature, ours_only: bool) 
     if idle:
         why = ", ".join(f"{name} ({_IDLE[name]})" for name in idle)
         warnings.warn(f"GDSDataLoader takes these arguments without effect: {why}", stacklevel=3)
-    taken = {name: given.pop(name, default) for name, default in _OF_THREADS.items()}
-    return at_least_one("repeats", taken["repeats"]), at_least_one("buffer_size", taken["buffer_size"])
+    for name in _OF_THREADS:
+        given.pop(name, None)
 
 
 def at_least_one(name: str, number: Any) -> int:

@@ -44,12 +44,12 @@ from monai_gds.base.stages import Watch
 from monai_gds.base.units import bytes_of
 from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.loader.arguments import at_least_one, of_threads, one_of
+from monai_gds.loader.arguments import at_least_one, drop_idle, one_of
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Crew, Order
 from monai_gds.loader.epoch import Epoch, Loops, end_all, gds_datasets
 from monai_gds.loader.hand_over import cuda_tensors
-from monai_gds.loader.resume import Later, Place, begin_or_go_on, check
+from monai_gds.loader.resume import Later, Place, begin_or_go_on, own
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
@@ -57,7 +57,7 @@ from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.trust import Trust
 
-_Programs = Literal["auto", "check", "off"]
+_Programs = Literal["auto", "fast", "check", "off"]
 _OnError = Literal["raise", "skip"]
 
 
@@ -105,15 +105,18 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             B bytes need ``2.5 * (num_workers + 2) * B``. Batches that find no room are pickled, which is slower.
         stats: measures where the time of each epoch goes, for :meth:`stats`.
         programs: ``"auto"`` records the transforms for a CUDA target. What they do is also run directly at first, and
-            compared. ``"check"`` records for any target and compares every item, which takes twice the time. ``"off"``
+            compared. ``"fast"`` also has the processes compute the small tensors that transforms read from the GPU,
+            such as the matrix of a rotation, on the CPU, whose last bits may differ: nothing waits for the GPU.
+            ``"check"`` records for any target and compares every item, which takes twice the time. ``"off"``
             records nothing.
         on_error: what happens to an item that cannot be made. ``"raise"`` raises its error. ``"skip"`` puts another
             item of the epoch and rank in its place, drawn from the epoch's seed and the position, so sizes and numbers
             of batches stay. A warning at the end of the epoch lists what was skipped, as does :meth:`stats`. More than
             5 % of the dataset's items are an error.
+        repeats: how often each batch is given, as by ``ThreadDataLoader``.
+        buffer_size: how many finished batches may wait, as in ``ThreadDataLoader``, but at least 2.
         kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…; and
-            of ``ThreadDataLoader``: ``repeats`` gives each batch so many times, and ``buffer_size`` is how many
-            finished batches may wait, at least 2. Those that have no effect here are named in a warning.
+            of ``ThreadDataLoader``. Those that have no effect here are named in a warning.
 
     Raises:
         ValueError: ``prefetch``, ``prefetch_bytes``, ``repeats`` or ``buffer_size`` is not positive, or ``programs`` is
@@ -144,6 +147,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         stats: bool = False,
         programs: _Programs = "auto",
         on_error: _OnError = "raise",
+        repeats: int = 1,
+        buffer_size: int = 1,
         **kwargs: Any,
     ) -> None:
         if prefetch is not None:
@@ -155,12 +160,14 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
                 "transforms_on= is gone: num_workers= is enough, and programs='off' runs transforms on values"
             )
         ours = bool(gds_datasets(dataset))
-        self.repeats, self.buffer_size = of_threads(kwargs, signature(GDSDataLoader), ours)
+        drop_idle(kwargs, signature(GDSDataLoader), ours)
         if ours:
             kwargs.setdefault("collate_fn", collate)
         elif on_error == "skip":
             raise ValueError("on_error='skip' is for GDSDatasets, and for Subset and ConcatDataset of them")
         super().__init__(dataset, num_workers, **kwargs)
+        # Lightning makes loaders again, of the attributes that have the names of arguments: also of stats, below.
+        self.repeats, self.buffer_size = at_least_one("repeats", repeats), at_least_one("buffer_size", buffer_size)
         self.prefetch: int | None = prefetch
         given = None if prefetch_bytes is None else bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
         self.prefetch_bytes: int | None = given
@@ -174,29 +181,21 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last
         self._loaded: Mapping[str, Any] | None = None  # the state from which the next loop continues
-        self._measures = stats
+        self.__dict__["stats"] = self._measures = bool(stats)  # the property hides it
         self._epoch: MeasuredEpoch | None = None  # that was begun last
 
     def __iter__(self) -> Iterator[Any]:
         epoch = MeasuredEpoch() if self._measures else None
         return Later(partial(self._begin, epoch, OfThread.now()), epoch, self.repeats)
 
-    def stats(self) -> Stats:
-        """Where the time of the last epoch went, or of the current one so far.
+    @property
+    def stats(self) -> Callable[[], Stats]:
+        """``stats()`` returns where the time of the last epoch went, or of the current one so far.
 
         Raises:
             RuntimeError: the loader was made without ``stats=True``, or no epoch has begun.
         """
-        if not self._measures:
-            raise RuntimeError("nothing is measured: make the loader with stats=True")
-        if self._epoch is None:
-            raise RuntimeError("no epoch has begun: iterate over the loader first")
-        records = self.num_workers and self.programs != "off"
-        runtimes = [part.session.runtime for part in gds_datasets(self.dataset)]
-        found = [runtime.on_values for runtime in runtimes] if records else []
-        drew = filter(None, (runtime.global_draws.in_words() for runtime in runtimes))
-        skipped = () if self.skipping is None else self.skipping.failed
-        return self._epoch.stats(dict(chain.from_iterable(one.items() for one in found)), "; ".join(drew), skipped)
+        return partial(_stats, self)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop that was begun last: after the last batch that it gave.
@@ -206,7 +205,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         Returns:
             The number of batches that were taken, the states that the order of the items was drawn from, those of the
             random transforms after the batch, by the place of each generator in the pipeline, and the current states
-            of the global generators of torch (CPU), NumPy and Python.
+            of the global generators of torch (CPU), NumPy and Python. A batch that is still to be repeated is not
+            counted.
         """
         if self._loaded is not None:
             return dict(self._loaded)
@@ -216,13 +216,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         """Makes the next loop over this loader give the remaining batches of the epoch that was saved.
 
         If none remains, it gives the next epoch. The loader must be made from the same items, transforms and settings.
-        ``len`` stays that of a whole epoch.
+        ``len`` stays that of a whole epoch. The state of another rank, or of another pipeline, is used as far as
+        possible, with a warning.
 
         Raises:
             ValueError: this is not the state of a GDSDataLoader.
         """
-        check(self, state_dict)
-        self._loaded = dict(state_dict)
+        self._loaded = own(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
@@ -233,33 +233,36 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())
         weakref.finalize(self, _close_all, self.idle)
 
-    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread) -> Iterator[Any]:
+    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread) -> tuple[Place, Iterator[Any]]:
         self._epoch = epoch
         state, self._loaded = self._loaded, None
         loops = {part: Loop(part.session.runtime.loops) for part in gds_datasets(self.dataset)}
         try:
-            return self._begin_at(state, None if epoch is None else epoch.watch, loops, around)
+            place, batches = self._begin_at(state, None if epoch is None else epoch.watch, loops, around)
         except BaseException:  # a second attempt continues from the same state
             end_all(loops)
             self._loaded = state
             raise
+        self._place = place
+        return place, batches
 
     def _begin_at(
         self, state: Mapping[str, Any] | None, watch: Watch | None, loops: Loops, around: OfThread
-    ) -> Iterator[Any]:
+    ) -> tuple[Place, Iterator[Any]]:
         parts = gds_datasets(self.dataset)
         devices = {part.session.target() for part in parts}
         device = devices.pop() if len(devices) == 1 else None
         if device is None:
-            self._place, batches = begin_or_go_on(self, super().__iter__, state)
-            return map(self._place.counted, batches)
+            place, batches = begin_or_go_on(self, super().__iter__, state)
+            return place, map(place.counted, batches)
         self.skipping = None if self.on_error == "raise" else Skipping(len(self.dataset), _batches_told(self))
-        return Epoch(self, device, state, watch, loops, around)
+        epoch = Epoch(self, device, state, watch, loops, around)
+        return epoch.place, epoch
 
     def records(self, device: torch.device) -> bool:
         """Whether worker processes record programs."""
         parts = [part.session for part in gds_datasets(self.dataset)]
-        wanted = self.programs == "check" or (self.programs == "auto" and device.type == "cuda")
+        wanted = self.programs == "check" or (self.programs in ("auto", "fast") and device.type == "cuda")
         # Of a lazy pipeline the last operations are applied after all transforms.
         able = all(part.caches and not part.own_end and part.split().compose.lazy is False for part in parts)
         return wanted and bool(self.num_workers) and able
@@ -279,7 +282,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def trust(self, part: GDSDataset) -> Trust:
         """What is known of the programs of a dataset."""
-        return self._trusts.setdefault(part.session.split(), Trust(self.programs == "check"))
+        return self._trusts.setdefault(part.session.split(), Trust(self.programs == "check", self.programs == "fast"))
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
@@ -328,6 +331,19 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         if not self.pin_memory or not torch.cuda.is_available() or cuda_tensors(batch):
             return batch
         return pin_memory(batch, "cuda")  # type: ignore[no-untyped-call]
+
+
+def _stats(loader: GDSDataLoader) -> Stats:
+    if not loader._measures:
+        raise RuntimeError("nothing is measured: make the loader with stats=True")
+    if loader._epoch is None:
+        raise RuntimeError("no epoch has begun: iterate over the loader first")
+    records = loader.num_workers and loader.programs != "off"
+    runtimes = [part.session.runtime for part in gds_datasets(loader.dataset)]
+    found = [runtime.on_values for runtime in runtimes] if records else []
+    drew = filter(None, (runtime.global_draws.in_words() for runtime in runtimes))
+    skipped = () if loader.skipping is None else loader.skipping.failed
+    return loader._epoch.stats(dict(chain.from_iterable(one.items() for one in found)), "; ".join(drew), skipped)
 
 
 def _batches_told(loader: GDSDataLoader) -> int:

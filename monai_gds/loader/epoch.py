@@ -31,7 +31,7 @@ from monai_gds.loader.crew import Drawn, numbered, with_seed
 from monai_gds.loader.hand_over import HandOver
 from monai_gds.loader.next_epoch import foreseen
 from monai_gds.loader.on_values import WorkerBatches, work_on_values
-from monai_gds.loader.resume import Place, begin_or_go_on, divides, rank_of
+from monai_gds.loader.resume import Made, Place, begin_or_go_on, division
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.openmp import heed_load
@@ -99,6 +99,9 @@ class Epoch(Iterator[Any]):
     """One pass over a loader: what the consumer iterates over.
 
     The thread has no reference to this object, so the loop can be dropped half-way, which stops the thread.
+
+    Attributes:
+        place: where the consumer is.
     """
 
     def __init__(
@@ -115,10 +118,10 @@ class Epoch(Iterator[Any]):
         if device.type == "cpu":
             heed_load()
         ahead, assemble, place, workers = _stages(loader, device, state, watch, loops, around)
-        loader._place = place
+        self.place = place
         self._owner = Owner()
 
-        def on_taken(mark: tuple[tuple[int, int], tuple[int, dict[str, Any]]]) -> None:
+        def on_taken(mark: tuple[tuple[int, int], Made]) -> None:
             ahead.taken(mark[0])
             place.taken(*mark[1])
 
@@ -190,12 +193,12 @@ def _stages(
             return loader.assemble(items)
 
     def begin() -> Iterator[Drawn]:
-        drawn = with_seed(loader.generator, draw, rank_of(loader))
+        drawn = with_seed(loader.generator, draw, division(loader)[0])
         return drawn if skipping is None else skipping.over(drawn)
 
     if not loader.num_workers:
         place, batches = begin_or_go_on(loader, begin, state, partial(_drawn_from, loops))
-        if divides(loader):
+        if division(loader)[1] > 1:
             compare_seeds(next(iter(loops)).settings, place.states)
         reading = ReadAhead(batches, *in_flight, None, skipping, around)
         return reading, partial(_with_memory, reading, assemble), place, None
@@ -233,7 +236,7 @@ def _foreseen(loader: Loader) -> Iterator[Drawn]:
     if found is not None:
         seed, batches = found
         yield from numbered(
-            ([find_item(dataset, index) for index in indices] for indices in batches), seed, rank_of(loader)
+            ([find_item(dataset, index) for index in indices] for indices in batches), seed, division(loader)[0]
         )
 
 

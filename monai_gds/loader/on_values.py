@@ -21,7 +21,7 @@ import torch
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base.stages import Watch, enter
-from monai_gds.dataset.broken import Skipping
+from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
@@ -102,15 +102,19 @@ class WorkerBatches:
             self._complete = True
             return None
         drawn, running, arena = self._under_way.popleft()
-        packed = self._result(drawn, running)
-        while isinstance(packed, Broken):
-            drawn = self._mended(drawn, packed)
-            packed = self._result(drawn, self._submitted(drawn, arena))
-        if packed is None:  # the loop was left
-            return None
-        enter("collating")
-        batch = self._unpacked(packed, arena)
-        return batch if self.whole else [self._finished(drawn, i, item) for i, item in enumerate(batch)]
+        while (packed := self._result(drawn, running)) is not None:
+            if isinstance(packed, Broken):
+                broken = packed
+            else:
+                enter("collating")
+                batch = self._unpacked(packed, arena)
+                found = batch if self.whole else self._all_finished(drawn, batch)
+                if not isinstance(found, Broken):
+                    return found
+                broken, arena = found, None  # which was given back, or is the memory of these items
+            drawn = self._mended(drawn, broken)
+            running = self._submitted(drawn, arena)
+        return None  # the loop was left
 
     def _result(self, drawn: Drawn, running: Running) -> Packed | Broken | None:
         """What a worker made of a batch; None if the loop was left."""
@@ -182,8 +186,20 @@ class WorkerBatches:
         found = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device)
         return found.copy_(torch.from_numpy(buffer), non_blocking=True)
 
+    def _all_finished(self, drawn: Drawn, items: Sequence[Any]) -> list[Any] | Broken:
+        """The items of a batch, after the transforms that workers leave to this process, or which one is broken."""
+        found: list[Any] = []
+        for number, item in enumerate(items):
+            try:
+                found.append(self._finished(drawn, number, item))
+            except Exception as e:
+                if self._skipping is None or is_of_memory(e):
+                    raise
+                return Broken(number, e)
+        return found
+
     def _finished(self, drawn: Drawn, number: int, item: Any) -> Any:
-        """An item of a batch, after the transforms that workers leave to this process."""
+        """One of these items."""
         dataset, index = drawn.places[number]
         part = self._parts.index(dataset)
         split, done = self._splits[part], self._done[part]

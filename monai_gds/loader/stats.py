@@ -76,6 +76,7 @@ class Stats:
             loader's thread.
         global_draws: which transforms drew from generators of the whole process, in words; empty if none was seen to.
         skipped: items that could not be made, for which others came.
+        rounded: items for which workers computed small tensors that are the GPU's to compute.
     """
 
     seconds: float
@@ -92,6 +93,7 @@ class Stats:
     on_values: Mapping[str, str] = field(default_factory=dict)
     global_draws: str = ""
     skipped: tuple[FailedItem, ...] = ()
+    rounded: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -154,6 +156,8 @@ class Stats:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
         lines += [f"on values from {name} on: {why}" for name, why in self.on_values.items()]
         lines += [self.global_draws] if self.global_draws else []
+        if self.rounded:
+            lines.append(f"programs='fast': last bits of {self.rounded} items may differ from what the GPU computes")
         lines += [f"skipped item {one.index} ({one.path}): {one.error}" for one in self.skipped]
         return "\n".join([*lines, self.advice])
 
@@ -207,4 +211,5 @@ class MeasuredEpoch:
             on_values=on_values,
             global_draws=global_draws,
             skipped=skipped,
+            rounded=counts.get("rounded", 0),
         )

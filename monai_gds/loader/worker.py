@@ -54,7 +54,7 @@ class Broken(NamedTuple):
     """An item of a batch that cannot be made."""
 
     number: int  # in the batch
-    why: str
+    why: Exception | str
 
 
 class Guess(NamedTuple):
@@ -72,7 +72,7 @@ class ItemTask(NamedTuple):
     seed: Seed
     most: int | None
     guesses: Mapping[tuple[int, int], bool]
-    address: str  # of who computes numbers on the target
+    address: str | None  # of who computes numbers on the target; None: the worker does, on the CPU
     measured: bool
     work: Place | None = None
     guess: Guess | None = None  # by which it was ordered; None: the epoch ordered it
@@ -97,7 +97,7 @@ class Worker:
         if task.guess is not None and self._is_wrong(task.guess):
             return None
         work = self._work_of(task.work)
-        asked = partial(ask, task.address)
+        asked = None if task.address is None else partial(ask, task.address)
         return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses, asked)
 
     def _is_wrong(self, guess: Guess) -> bool:

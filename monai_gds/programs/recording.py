@@ -254,6 +254,8 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         ghosts: list[Tensor],
         most: int = limits.CONSTANT_BYTES,
     ) -> Any:
+        if len(self.operations) == limits.PROGRAM_OPERATIONS:
+            self.refuse(f"up to it there are more than {limits.PROGRAM_OPERATIONS:,} operations")
         of, kind = about(func), self._kind(kwargs, ghosts)
         made = self._on_meta(func, args, kwargs, tensors, ghosts)
         reads = tuple(tensor.untyped_storage()._cdata for tensor in ghosts)

@@ -31,14 +31,16 @@ class Trust:
 
     Args:
         checks_all: whether every program is compared, not only those of new forms.
+        rounds: whether programs may hold numbers that the target computes, as the CPU computes them. Those compared are
+            recorded once more, without.
 
     Attributes:
         most: how many transforms to record; None: all.
         guesses: what bools that transforms ask for were found to be.
     """
 
-    def __init__(self, checks_all: bool = False) -> None:
-        self._checks_all = checks_all
+    def __init__(self, checks_all: bool = False, rounds: bool = False) -> None:
+        self._checks_all, self.rounds = checks_all, rounds
         self._met: set[tuple[int, str]] = set()
         self._refusals: Counter[int] = Counter()  # by transform, since it was recorded last
         self.most: int | None = None

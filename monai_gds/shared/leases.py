@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.owner import gone, mark, this_process
@@ -73,23 +73,23 @@ class Lease:
     dropped is removed by the thread that touches leases, since a Ctrl-C would be lost in a ``__del__``.
     """
 
-    __slots__ = ("__weakref__", "_handed_over", "_holder", "_ref", "_what")
+    __slots__ = ("__weakref__", "_handed_over", "_holder", "_mark", "_what")
 
     def __init__(self, folder: str, digest: str) -> None:
         self._holder = _here()
         self._what = folder, digest
         self._handed_over = False
-        self._ref = _Ref(self, self._holder.wake)
-        self._ref.mark = None
+        self._mark = mark().encode()  # the content of its file, if it gets one
 
     def release(self) -> None:
         """Lets others take the lease. May be called repeatedly and from any thread; a no-op in a forked child."""
         holder = self._holder
         if holder is not _here.made():
             return
-        if holder.held.get(self._what) is self._ref:
+        held = holder.held.get(self._what)
+        if held is not None and held.mark == self._mark:
             holder.held.pop(self._what, None)
-        self._ref.forget_file(self._what)
+        _remove_file(self._what, self._mark)
 
     def hand_over(self) -> Callable[[], None]:
         """Passes :meth:`release` on to code that continues with the item. The block then releases only on errors."""
@@ -98,14 +98,12 @@ class Lease:
 
     def _write(self, fd: int) -> bool:
         """Creates the file in the folder ``fd``, with its content; False if it exists."""
-        digest, own = self._what[1], mark()
-        name = f"{digest}.{own}"  # a temporary file, until it is linked
-        self._ref.mark = own.encode()  # before there is a file, so that an interrupt leaves none behind
+        digest = self._what[1]
+        name = f"{digest}.{self._mark.decode()}"  # a temporary file, until it is linked
         try:
-            create(fd, name, self._ref.mark)
+            create(fd, name, self._mark)
             _link(fd, name, _name(digest))
         except FileExistsError:
-            self._ref.mark = None
             return False
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -116,7 +114,7 @@ class Lease:
         folder, digest = self._what
         with contextlib.suppress(OSError), opened(folder) as fd:
             written, _ = _look(fd, digest)
-            if written == self._ref.mark:  # else it was taken over while this process was frozen
+            if written == self._mark:  # else it was taken over while this process was frozen
                 os.utime(_name(digest), dir_fd=fd, follow_symlinks=False)  # to the file server's time
 
     def __enter__(self) -> Lease:
@@ -126,27 +124,6 @@ class Lease:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None or not self._handed_over:
             self.release()
-
-
-class _Ref(weakref.ref[Lease]):
-    """A lease as its process holds it, and after it was dropped.
-
-    Attributes:
-        mark: the content of its file; None without a file.
-    """
-
-    __slots__ = ("mark",)
-
-    mark: bytes | None
-
-    def forget_file(self, what: tuple[str, str]) -> None:
-        """Removes the file, unless it is another's by now."""
-        folder, digest = what
-        if self.mark is not None:
-            with contextlib.suppress(OSError), opened(folder) as fd:
-                if _look(fd, digest)[0] == self.mark:
-                    os.unlink(_name(digest), dir_fd=fd)
-        self.mark = None
 
 
 class Leases:
@@ -172,7 +149,7 @@ class Leases:
                     lease._holder.keep_beating()
                     lease.hand_over()
             except OSError:  # full, read-only, somebody else's: computed all the same
-                lease._ref.forget_file(lease._what)
+                _remove_file(lease._what, lease._mark)
                 lease.hand_over()
         return lease if lease._handed_over else None
 
@@ -261,6 +238,13 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
 # Per process
 
 
+class _Held(NamedTuple):
+    """A lease as its process holds it, and after it was dropped."""
+
+    lease: weakref.ref[Lease]
+    mark: bytes
+
+
 class _Holder:
     """The leases that a process holds, and the thread that touches their files.
 
@@ -268,27 +252,27 @@ class _Holder:
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, str], _Ref] = {}  # by folder and digest
+        self.held: dict[tuple[str, str], _Held] = {}  # by folder and digest
         self._thread: threading.Thread | None = None
         self._woken: SimpleQueue[object] = SimpleQueue()  # wakes the thread
-        self.wake = (
-            self._woken.put
-        )  # written in C, as what is called for a dropped lease must be: no Ctrl-C strikes there
+        # written in C, as what is called for a dropped lease must be: no Ctrl-C strikes there
+        self.wake = self._woken.put
 
     def claim(self, lease: Lease) -> bool:
         """Whether no other thread of this process holds it."""
+        mine = _Held(weakref.ref(lease, self.wake), lease._mark)
         while True:
-            known = self.held.setdefault(lease._what, lease._ref)
-            if known is lease._ref:
+            known = self.held.setdefault(lease._what, mine)
+            if known is mine:
                 return True
-            if known() is not None:
+            if known.lease() is not None:
                 return False
             if self.held.get(lease._what) is known:
                 self.held.pop(lease._what, None)
 
     def holds(self, what: tuple[str, str]) -> bool:
         known = self.held.get(what)
-        return known is not None and known() is not None
+        return known is not None and known.lease() is not None
 
     # The thread is started and ended without a lock, which an interrupt could leave locked forever.
 
@@ -310,15 +294,11 @@ class _Holder:
                 if not self.held:  # checked again: take() claims a lease first, and then looks at the thread
                     return
                 self.keep_beating()
-            for what, ref in list(self.held.items()):
-                if not _beat_for(ref):
-                    self._drop(what, ref)
-
-    def _drop(self, what: tuple[str, str], ref: _Ref) -> None:
-        """Ends a lease that nobody has any more."""
-        if self.held.get(what) is ref:
-            self.held.pop(what, None)
-        ref.forget_file(what)
+            for what, held in list(self.held.items()):
+                if not _beat_for(held):  # nobody has it any more
+                    if self.held.get(what) is held:
+                        self.held.pop(what, None)
+                    _remove_file(what, held.mark)
 
     def end_idle_thread(self) -> None:
         """Called before a fork, since Python 3.12 warns of forks of a process with threads."""
@@ -330,9 +310,9 @@ class _Holder:
             thread.join(0.05)
 
 
-def _beat_for(ref: _Ref) -> bool:
+def _beat_for(held: _Held) -> bool:
     """Touches the file of a lease; False if nobody has it any more."""
-    lease = ref()  # in a function of its own, so that the thread does not keep a lease alive
+    lease = held.lease()  # in a function of its own, so that the thread does not keep a lease alive
     if lease is not None:
         lease._beat()
     return lease is not None
@@ -361,6 +341,14 @@ _MOST_BYTES = 256
 
 def _name(digest: str) -> str:
     return f"{digest}.lease"
+
+
+def _remove_file(what: tuple[str, str], own: bytes) -> None:
+    """Removes the file of a lease with this mark, unless it is another's by now."""
+    folder, digest = what
+    with contextlib.suppress(OSError), opened(folder) as fd:
+        if _look(fd, digest)[0] == own:
+            os.unlink(_name(digest), dir_fd=fd)
 
 
 def _link(fd: int, name: str, lease: str) -> None:

@@ -3,7 +3,7 @@
     <directory>/.index/<mark of the process>.<kind>        (monai_gds.shared.owner)
 
 So writes never interleave, also on NFS, and there are no locks. :meth:`Notes.tidy` merges the files of processes that
-have ended.
+have ended. A note is a line, ``<crc32 of the text> <text>``; torn and garbled lines are skipped.
 
 Notes are advisory: callers lose only time if a note is missing, repeated or garbled, or if nothing can be written.
 Nothing here follows a link or touches a file whose name has another form. Imports only the standard library.
@@ -16,7 +16,8 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from monai_gds import limits
 from monai_gds.base.file_systems import opened
@@ -36,35 +37,32 @@ class Notes:
     Args:
         directory: the cache directory. Nothing is created in it before something is noted.
         kind: suffix of the files.
-        whole: bytes of a file -> how many of them are whole notes. The rest, a note being written, is read later.
         file_mode: permissions that files have at most.
         patience: seconds after its last note at which a process that cannot be seen from here counts as ended.
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        kind: str,
-        whole: Callable[[bytes], int],
-        file_mode: int = ANY,
-        patience: float = HOUR,
+        self, directory: str | os.PathLike[str], kind: str, file_mode: int = ANY, patience: float = HOUR
     ) -> None:
         self.directory = os.path.abspath(directory)
         self.file_mode = file_mode
-        self._kind, self._whole, self._patience = kind, whole, patience
+        self._kind, self._patience = kind, patience
         self._name = re.compile(rf"{PATTERN}\.{kind}")
         self._own = PerProcess(lambda: f"{mark()}.{kind}")
         self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
 
-    def append(self, notes: bytes, make: bool = True) -> None:
-        """Appends whole notes in one write to this process's file, if possible.
+    def append(self, texts: Iterable[bytes], make: bool = True) -> None:
+        """Appends notes in one write to this process's file, if possible.
 
         The file is closed at once, so that others see the notes over NFS and no unmount has to wait.
 
         Args:
-            notes: what is appended.
+            texts: what is noted, without line ends.
             make: whether the file is made when it is missing. Somebody may be removing the directory.
         """
+        notes = b"".join(map(line, texts))
+        if not notes:
+            return
         with (
             contextlib.suppress(OSError),
             self.folder(make) as folder,
@@ -76,32 +74,32 @@ class Notes:
             if os.write(file, notes) != len(notes):  # a full disk cut a note off
                 os.ftruncate(file, before)
 
-    def added(self) -> dict[str, bytes]:
+    def added(self) -> dict[str, list[bytes]]:
         """The notes of all processes that were not read yet, by the names of their files."""
-        blocks = {}
+        found = {}
         with contextlib.suppress(OSError), self.folder() as folder:
             for name, st in self._files(folder):
                 with contextlib.suppress(OSError):  # merged meanwhile, or another user's
-                    blocks[name] = self._added(folder, name, st)
-        return {name: block for name, block in blocks.items() if block}
+                    found[name] = self._added(folder, name, st)
+        return {name: texts for name, texts in found.items() if texts}
 
-    def _added(self, folder: int, name: str, st: os.stat_result) -> bytes:
+    def _added(self, folder: int, name: str, st: os.stat_result) -> list[bytes]:
         inode, begin = self._read_up_to.get(name, (st.st_ino, 0))
         if inode != st.st_ino or st.st_size < begin:
             begin = 0
         if st.st_size == begin:
-            return b""
+            return []
         data = read(folder, name, begin)
-        end = self._whole(data)
+        end = data.rfind(b"\n") + 1  # the rest, a note being written, is read later
         self._read_up_to[name] = st.st_ino, begin + end
-        return data[:end]
+        return _texts(data[:end])
 
-    def tidy(self, merge: Callable[[list[bytes]], bytes]) -> None:
+    def tidy(self, merge: Callable[[list[list[bytes]]], Iterable[bytes]] = lambda files: chain(*files)) -> None:
         """Merges the files of ended processes if there are many.
 
-        ``merge`` gets the notes of each file, the newest first, and returns those to keep. Two processes may do this at
-        once and be killed at any step: a file is removed only when another holds its notes. The oldest files beyond the
-        size limit are removed too.
+        ``merge`` gets the notes of each file, the newest first, and returns those to keep: all of them by default, each
+        once. Two processes may do this at once and be killed at any step: a file is removed only when another holds its
+        notes. The oldest files beyond the size limit are removed too.
         """
         with contextlib.suppress(OSError), self.folder() as folder:
             sticky = os.fstat(folder).st_mode & stat.S_ISVTX  # then others' files stay
@@ -125,7 +123,10 @@ class Notes:
                     yield name, st
 
     def _merge(
-        self, folder: int, ended: list[tuple[os.stat_result, str]], merge: Callable[[list[bytes]], bytes]
+        self,
+        folder: int,
+        ended: list[tuple[os.stat_result, str]],
+        merge: Callable[[list[list[bytes]]], Iterable[bytes]],
     ) -> None:
         merged: dict[str, bytes] = {}
         total, file_mode = 0, self.file_mode
@@ -137,7 +138,7 @@ class Notes:
                 elif st.st_size < limits.NOTE_UNMERGED_BYTES:
                     merged[name] = read(folder, name)
                     file_mode &= st.st_mode  # what one user keeps from others stays so
-        notes = merge(list(merged.values()))
+        notes = b"".join(map(line, dict.fromkeys(merge(list(map(_texts, merged.values()))))))
         if notes:
             temporary.publish(self.directory, f"{mark()}.{self._kind}", notes, file_mode, into=folder)
         for name, data in merged.items():
@@ -153,27 +154,14 @@ class Notes:
             yield folder
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Notes that are lines of text, each with its checksum: ``<crc32 of the text> <text>``
-
-
 def line(text: bytes) -> bytes:
-    """A line that holds this text."""
+    """The line that holds a note."""
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def lines_in(notes: bytes) -> Iterator[bytes]:
-    """The texts of the lines of a block. Torn and garbled lines are skipped."""
-    for found in notes.split(b"\n"):
-        text = found[9:]
-        with contextlib.suppress(ValueError):
-            if text and int(found[:8], 16) == zlib.crc32(text):
-                yield text
-
-
-def whole_lines(notes: bytes) -> int:
-    """How many of these bytes are whole lines."""
-    return notes.rfind(b"\n") + 1
+def _texts(notes: bytes) -> list[bytes]:
+    """The texts of whole lines."""
+    return [found[9:] for found in notes.split(b"\n") if found[9:] and line(found[9:]) == found + b"\n"]
 
 
 def read(folder: int, name: str, begin: int = 0) -> bytes:

@@ -229,49 +229,6 @@ def abandoned(directory: str | os.PathLike[str]) -> list[tuple[str, int]]:
     return []
 
 
-def remove_record(path: str, seen: os.stat_result) -> bool:
-    """Deletes a record if it is the file that was seen. A record that replaces it at this very moment stays.
-
-    The file is first moved into ``.tmp``, where nobody replaces it. A process that looks for the record meanwhile
-    computes the item.
-
-    Args:
-        path: the record.
-        seen: the state of its directory entry, by ``os.lstat``.
-
-    Returns:
-        Whether it was deleted.
-
-    Raises:
-        OSError: no permission, read-only.
-    """
-    directory, name = os.path.split(path)
-    with contextlib.suppress(FileNotFoundError), opened(directory, make=True) as folder:
-        aside = f"{name[:32]}.{mark()}"
-        os.rename(path, aside, dst_dir_fd=folder)
-        moved = os.stat(aside, dir_fd=folder, follow_symlinks=False)
-        same = _which(moved) == _which(seen)
-        if not same:
-            _put_back(folder, aside, path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside, dir_fd=folder)
-        return same
-    return False
-
-
-def _put_back(folder: int, name: str, path: str) -> None:
-    try:
-        os.link(name, path, src_dir_fd=folder, follow_symlinks=False)
-    except FileExistsError:  # yet another one is there by now
-        pass
-    except OSError:  # a file system without hard links
-        os.rename(name, path, src_dir_fd=folder)
-
-
-def _which(st: os.stat_result) -> tuple[int, int, int]:
-    return st.st_ino, st.st_size, st.st_mtime_ns
-
-
 def remove(directory: str | os.PathLike[str], name: str) -> bool:
     """Deletes the file of this name that :func:`abandoned` returned, if it still would. Returns whether it did.
 

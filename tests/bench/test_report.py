@@ -1,4 +1,4 @@
-"""The tables, JSON and plots that the benchmarks share."""
+"""The tables and JSON that the benchmarks share."""
 
 import io
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monai_gds.bench.report import Report, Row, draw, emit, machine
+from monai_gds.bench.report import Report, Row, emit, machine
 from monai_gds.errors import BackendUnavailable
 
 ROWS = [
@@ -21,7 +21,7 @@ ABOUT = {"date": "2026-01-01", "cores": 2}
 
 def text_of(*reports: Report) -> str:
     with redirect_stdout(io.StringIO()) as out:
-        emit(reports, as_json=False, plot=None, about=ABOUT)
+        emit(reports, as_json=False, about=ABOUT)
     return out.getvalue()
 
 
@@ -41,30 +41,10 @@ def test_a_competitor_that_cannot_run_says_why() -> None:
     assert "\nabsent: libfoo is missing\n" in text_of(REPORT)
 
 
-def test_a_reason_is_told_once_with_the_rows_that_it_is_of() -> None:
-    lacking = "no libxnvme was found"
-    rows = [Row("xnvme", reason=lacking), Row("xnvme-block", reason=lacking), Row("posix", (1.0,))]
-    unavailable = [
-        Row(f"{name}, libaio", reason=f"backend='{name}' does not work here: {lacking}")
-        for name in ("xnvme", "xnvme-block")
-    ]
-    text = text_of(Report("CPU", "GB/s", rows), Report("GPU", "GB/s", [*rows, *unavailable]))
-    assert text.count(lacking) == 1
-    assert f"\nxnvme; xnvme-block; xnvme, libaio; xnvme-block, libaio: {lacking}\n" in text
-
-
-def test_a_reason_of_one_table_alone_names_it() -> None:
-    only_cuda = "it serves CUDA targets only"
-    text = text_of(
-        Report("CPU", "GB/s", [Row("posix", (1.0,)), Row("kvikio", reason=only_cuda)]),
-        Report("GPU", "GB/s", [Row("posix", (1.0,)), Row("kvikio", (2.0,))]),
-    )
-    assert f"\nkvikio (CPU): {only_cuda}\n" in text
-
-
-def test_the_backend_is_named_where_the_row_does_not() -> None:
-    reason = "backend='kvikio' does not work here: it serves CUDA targets only"
-    assert f"\nGDSDataset: {reason}\n" in text_of(Report("t", "GB/s", [Row("GDSDataset", reason=reason), *ROWS]))
+def test_a_row_of_several_tables_says_why_once() -> None:
+    absent = Row("xnvme", reason="no libxnvme was found")
+    text = text_of(*(Report(title, "GB/s", [absent, Row("posix", (1.0,))]) for title in ("CPU", "GPU")))
+    assert text.count("\nxnvme: no libxnvme was found\n") == 1
 
 
 def test_figures_become_columns_with_their_ranges() -> None:
@@ -80,7 +60,7 @@ def test_figures_become_columns_with_their_ranges() -> None:
 
 def test_json_into_a_file_comes_beside_the_tables(tmp_path: Path) -> None:
     with redirect_stdout(io.StringIO()) as out:
-        emit([REPORT], as_json=tmp_path / "found.json", plot=None, about=ABOUT)
+        emit([REPORT], as_json=tmp_path / "found.json", about=ABOUT)
     assert json.loads((tmp_path / "found.json").read_text())["about"] == ABOUT
     assert "4.00 to 5.00" in line_of(out.getvalue(), "fast [x]")
 
@@ -103,7 +83,7 @@ def test_a_reference_that_did_not_run_gives_no_ratio() -> None:
 
 
 def test_json_holds_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
-    emit([REPORT], as_json=True, plot=None, about=ABOUT)
+    emit([REPORT], as_json=True, about=ABOUT)
     got = json.loads(capsys.readouterr().out)
     assert got["about"] == ABOUT
     rows = got["reports"][0]["rows"]
@@ -117,21 +97,8 @@ def test_where_nothing_could_be_measured_the_reasons_are_printed_and_it_is_a_fai
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(BackendUnavailable, match="nothing could be measured"):
-        emit([Report("t", "GB/s", ROWS[2:])], as_json=as_json, plot=None, about=ABOUT)
+        emit([Report("t", "GB/s", ROWS[2:])], as_json=as_json, about=ABOUT)
     assert "libfoo is missing" in capsys.readouterr().out
-
-
-def test_plot_writes_an_image(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    emit([REPORT, REPORT], as_json=True, plot=tmp_path / "bars.png", about=ABOUT)
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_bar_a_row_and_a_word_where_there_is_none() -> None:
-    pytest.importorskip("matplotlib")
-    (axes,) = draw([REPORT]).axes
-    assert [bar.get_width() for bar in axes.patches] == [1.0, 4.0, 0.0]
-    assert [(text.get_text().strip(), text.get_position()[1]) for text in axes.texts] == [("not here", 2)]
 
 
 def test_a_notebook_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,8 +230,6 @@ def test_a_full_folder_is_an_error_that_names_the_file(tmp_path: Path, method: s
         (["load", "--input-file", "missing.bin"], "missing.bin"),
         (["load", "--input-file", "EMPTY"], "is empty"),
         (["load", "--input-file", "/dev/null"], "not a regular file"),
-        (["load", "--input-file", "EMPTY", "--plot", "missing/bars.png"], "missing is not a folder"),
-        (["load", "--input-file", "EMPTY", "--plot", "bars.bmpx"], "must end in one of"),
         (["load"], "--input-file"),
         (["store"], "--nvme-folder"),
         (["store", "--nvme-folder", "missing"], "missing"),
@@ -261,11 +259,3 @@ def test_a_folder_that_is_not_writable_is_exit_code_2(tmp_path: Path, monkeypatc
     result = run("store", "--nvme-folder", tmp_path, "--mb-size", 1)
     assert result.exit_code == 2
     assert "not writable" in " ".join(result.output.replace("│", " ").split())
-
-
-def test_a_plot(file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "bars.png"
-    result = run("load", "--input-file", file, "--device", "cpu", "--method", "python", "--loop", 1, "--plot", out)
-    assert result.exit_code == 0
-    assert out.read_bytes().startswith(b"\x89PNG")

@@ -13,22 +13,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from monai.transforms import Compose, RandAffined
+from monai.transforms import RandAffined
 
 from monai_gds.bench import feeds, training
-from monai_gds.bench.by_hand import ByHand
 from monai_gds.bench.feeds import CEILING, PEERS, Feed
 from monai_gds.bench.made_up import write_volumes
-from monai_gds.bench.segmentation import KEYS, Network, Training
+from monai_gds.bench.segmentation import Network, Training
 from monai_gds.bench.training import Epoch, Run, cpu_seconds, epoch
 from monai_gds.errors import BackendUnavailable, StorageError
 from tests.commands import run
 
 CPU = torch.device("cpu")
-BY_HAND = "by hand, volumes on the device"
+IN_MEMORY = "CacheDataset, n workers"
 MONAIS = "monai.data.GDSDataset, ThreadDataLoader"
 INDICES = "PersistentDataset with cached indices, n workers"
 
@@ -84,7 +82,7 @@ def test_every_peer_feeds_the_same_training(
         ({"whole": True, "heavy": True, "numpy": True}, (2, 1, 40, 32, 32), "rotated and smoothed, then NumPy"),
     ],
 )
-@pytest.mark.parametrize("name", [CEILING, BY_HAND, "GDSDataLoader, 0 workers"])
+@pytest.mark.parametrize("name", [CEILING, IN_MEMORY, "GDSDataLoader, 0 workers"])
 def test_options_change_the_pipeline(
     tiny: Training, tmp_path: Path, name: str, options: dict[str, bool], shape: tuple[int, ...], title: str
 ) -> None:
@@ -112,7 +110,7 @@ def test_only_worker_processes_are_kept_off_the_device(tiny: Training, tmp_path:
         (affine,) = (t for t in loader.dataset.transform.transforms if isinstance(t, RandAffined))
         return affine.rand_affine.resampler.device
 
-    assert {name: device(name) for name in PEERS if name not in (CEILING, BY_HAND, MONAIS)} == {
+    assert {name: device(name) for name in PEERS if name not in (CEILING, MONAIS)} == {
         "PersistentDataset, n workers": None,
         INDICES: None,
         "CacheDataset, n workers": None,
@@ -120,43 +118,13 @@ def test_only_worker_processes_are_kept_off_the_device(tiny: Training, tmp_path:
         "GDSDataset, ThreadDataLoader": CPU,
         "GDSDataLoader, 0 workers": CPU,
         "GDSDataLoader, n workers": CPU,
+        "GDSDataLoader, n workers, fast programs": CPU,
     }
 
 
 def test_indices_are_for_crops(tiny: Training, tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable, match="no crops"):
         PEERS[INDICES](replace(tiny, whole=True), tmp_path)
-
-
-class Undecided:
-    """Random numbers that change nothing: in the middle of each range, and never likely."""
-
-    def uniform(self, low: float, high: float, size: int | None = None) -> Any:
-        return np.full(size, (low + high) / 2) if size else (low + high) / 2
-
-    def random(self) -> float:
-        return 0.9
-
-    def permutation(self, count: int) -> np.ndarray:
-        return np.arange(count)
-
-
-@pytest.mark.parametrize("heavy", [False, True])
-def test_by_hand_the_volumes_are_those_of_the_transforms(tiny: Training, heavy: bool) -> None:
-    made = ByHand(replace(tiny, whole=True, heavy=heavy))
-    made._random = Undecided()  # type: ignore[assignment]
-    batch = next(iter(made))
-    for key in KEYS:
-        expected = torch.stack([Compose(tiny.deterministic())(item)[key].as_tensor() for item in tiny.items[:2]])
-        torch.testing.assert_close(batch[key], expected, atol=1e-4, rtol=0)
-
-
-def test_by_hand_half_of_the_crops_are_around_labels(tiny: Training) -> None:
-    made = ByHand(tiny)
-    image, label = Compose(tiny.deterministic())(tiny.items[0])["image"], made._volumes[0][0][1]
-    labelled, others = (np.unravel_index(voxels, tiny.shape) for voxels in made._volumes[0][1])
-    assert label[labelled].min() > 0 and len(labelled[0]) == (label > 0).sum()
-    assert label[others].max() == 0 and image[0][others].min() > 0
 
 
 def test_epochs_are_divided_by_the_ceilings_of_the_same_turn(tmp_path: Path) -> None:
@@ -220,22 +188,22 @@ def test_peers_take_turns_after_everybodys_first_epoch(
 def test_the_report_holds_ranges_and_reasons(tmp_path: Path) -> None:
     file, folder = tmp_path / "found.json", tmp_path / "new" / "folder"
     arguments = ["--cpu", "--volumes", 4, "--shape", 32, 32, 32, "--workers", 1, "--epochs", 2, "--cold"]
-    only = ["--only", "by hand", "--only", "indices", "--only", "gdsdataset, t"]
+    only = ["--only", "cachedataset", "--only", "indices", "--only", "gdsdataset, t"]
     done = run("bench", "training", *arguments, *only, "--folder", folder, "--whole", "--json", file)
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())
     (report,) = found["reports"]
     rows = {row["name"]: row for row in (*report["rows"], *report["ceilings"])}
-    assert list(rows) == [BY_HAND, INDICES, MONAIS, "GDSDataset, ThreadDataLoader", CEILING]
+    assert list(rows) == [INDICES, IN_MEMORY, MONAIS, "GDSDataset, ThreadDataLoader", CEILING]
     assert rows[CEILING]["samples"] == [1, 1]
-    for name in (BY_HAND, "GDSDataset, ThreadDataLoader", CEILING):
+    for name in (IN_MEMORY, "GDSDataset, ThreadDataLoader", CEILING):
         for figure in (rows[name], *rows[name]["figures"].values()):
             assert 0 < figure["lowest"] <= figure["median"] <= figure["highest"]
         assert len(rows[name]["figures"]["cores"]["samples"]) == 2
     assert rows[INDICES]["reason"] == "there are no crops that indices would be for"
     assert rows[MONAIS]["reason"].startswith("needs ") and rows[MONAIS]["reason"] in done.stdout
     assert rows["GDSDataset, ThreadDataLoader"]["notes"]["page cache before"]
-    assert rows[BY_HAND]["notes"] == {}, "it has no files"
+    assert rows[IN_MEMORY]["notes"] == {}, "it has no files"
     assert found["about"]["workers"] == 1 and "whole volumes" in done.stdout
     assert [path.name for path in folder.iterdir()] == ["32x32x32"], "the volumes stay, and the caches do not"
 

@@ -173,25 +173,6 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
         run("cache", "verify", tmp_path)
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = run("bench", "dataset", "--function", "of_nobody:make", "--plot", tmp_path / "x.png")
-    assert done.exit_code == 1
-    assert "monai_gds[bench]" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["nowhere/x.png", "x.nonsense"])
-def test_a_plot_that_cannot_be_saved_is_refused_before_anything_is_measured(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed on this machine")
-    done = run("bench", "dataset", "--function", "of_nobody:make", "--plot", tmp_path / name)
-    assert done.exit_code == 2
-    assert "--plot" in done.output
-
-
 @pytest.mark.parametrize(
     ("command", "meant"),
     [(["doctr"], "'doctor'"), (["bench", "trainin"], "'training'"), (["prune"], "'cache prune'"), (["sevnteen"], "")],
@@ -238,15 +219,12 @@ def test_images_are_not_made_in_an_existing_folder(tmp_path: Path) -> None:
     assert "leave --make out" in done.output
 
 
-@pytest.mark.parametrize("form", ["records", "squirrel"])
 @pytest.mark.parametrize("below", ["", "folder"])
-def test_pack_into_a_file_is_an_error_with_a_remedy(form: str, below: str, tmp_path: Path) -> None:
-    if form == "squirrel":
-        pytest.importorskip("squirrel", reason="squirrel-core is not installed on this machine")
+def test_pack_into_a_file_is_an_error_with_a_remedy(below: str, tmp_path: Path) -> None:
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "1.jpg").write_bytes(b"\xff\xd8")
     (tmp_path / "afile").touch()
-    done = run("pack", tmp_path / "images", tmp_path / "afile" / below, "--format", form)
+    done = run("pack", tmp_path / "images", tmp_path / "afile" / below)
     assert (done.exit_code, done.stdout) == (1, "")
     assert "afile is a file: name a folder to pack into, a new or an empty one" in done.stderr
 

@@ -562,6 +562,19 @@ def test_that_items_cannot_be_cached_is_told_of_each_pipeline(make: Make) -> Non
         dataset.transform = mt.Compose([mt.Lambda(lambda item: {**item, "other": object()})])
 
 
+def test_the_forked_processes_of_a_run_tell_once_that_items_come_on_the_cpu(make: Make) -> None:
+    dataset = make()
+    dataset.settings = replace(dataset.settings, device=torch.device("cuda"))
+
+    def target() -> tuple[str, int]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = dataset.session.target()
+        return str(found), len(caught)
+
+    assert [in_child(target) for _ in range(2)] == [("cpu", 1), ("cpu", 0)]
+
+
 def test_sources_none(make: Make, tmp_path: Path) -> None:
     data = write_volumes(tmp_path, 1)
     for _ in range(2):

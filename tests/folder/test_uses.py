@@ -141,7 +141,7 @@ def test_the_end_of_a_run_counts_as_use(tmp_path: Path) -> None:
 def test_what_is_read_is_written_in_few_writes_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     appended: list[int] = []
     append = module.Notes.append
-    monkeypatch.setattr(module.Notes, "append", lambda self, notes: (appended.append(len(notes)), append(self, notes)))
+    monkeypatch.setattr(module.Notes, "append", lambda self, texts: (appended.append(len(texts)), append(self, texts)))
     uses = Uses(tmp_path)
     for n in range(1000):
         uses.read(f"{n:032x}")
@@ -153,6 +153,7 @@ def test_what_is_read_is_written_in_few_writes_within_a_second(tmp_path: Path, m
         uses.read(f"{n:032x}")
     uses.flush()
     assert len(appended) <= 4
+    monkeypatch.undo()  # before what it has is written at its end
 
 
 def test_workers_do_not_note_again_what_their_run_has_noted(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def plain(disk: LoopDisk) -> Path:
 
 
 class TestPlain:
-    @pytest.mark.parametrize("reader", ["posix", "python-file", "auto", "xnvme-block"])
+    @pytest.mark.parametrize("reader", ["posix", "auto", "xnvme-block"])
     def test_every_reader_reads_it_with_exact_sizes(self, disk: LoopDisk, plain: Path, reader: str) -> None:
         assert samples(plain, reader=reader) == of_folder(disk.folder / "train")
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from monai_gds.errors import BackendUnavailable, BrokenImage, FileChanged, Image
 from monai_gds.imagenet import ImageNetDataset, ImageSource, open_images, pack_folder
 from monai_gds.imagenet import dataset as imagenet_dataset
 from monai_gds.imagenet.dali.pipeline import PipelineFailed
-from monai_gds.imagenet.readers import PlainReader
 from monai_gds.testing.disks import small_disk
 from tests.fresh import Interpreter, warm
 from tests.imagenet.conftest import COUNT, as_dali_reads, samples_of_dali
@@ -30,7 +30,7 @@ from tests.polls import until
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 
 #: Readers of single files that work on any machine.
-READERS = ("python-file", "posix", "auto")
+READERS = ("posix", "auto")
 DEEPNVME = pytest.param("deepnvme", marks=pytest.mark.long)
 
 
@@ -164,7 +164,7 @@ def test_the_policies_are_those_of_dalis_iterator(folder: Path) -> None:
         assert [batch["label"].tolist() for batch in ours] == expected
 
 
-@pytest.mark.parametrize("reader", ["python-file", "posix", "packed"])
+@pytest.mark.parametrize("reader", ["posix", "packed"])
 def test_a_shuffled_epoch_has_each_image_once(folder: Path, packed: Path, reader: str) -> None:
     expected = sorted(samples(dataset(folder, decode=False)))
     ours = dataset(packed if reader == "packed" else folder, 4, reader, decode=False, shuffle=True, seed=1, window=2)
@@ -174,8 +174,9 @@ def test_a_shuffled_epoch_has_each_image_once(folder: Path, packed: Path, reader
     assert first != expected
 
 
-def test_equal_seeds_give_equal_orders_whatever_the_reader(folder: Path) -> None:
-    first, second = (dataset(folder, 4, r, shuffle=True, seed=3) for r in ("posix", "python-file"))
+def test_equal_seeds_give_equal_orders_whatever_the_reader(folder: Path, packed: Path) -> None:
+    roots = {"posix": folder, "packed": packed}
+    first, second = (dataset(root, 4, reader, shuffle=True, seed=3) for reader, root in roots.items())
     assert samples(first) == samples(second)
     first.set_epoch(7)
     second.set_epoch(7)
@@ -200,9 +201,7 @@ def test_paths_with_any_bytes(folder: Path, tmp_path: Path) -> None:
     root = os.fsdecode(top)
     pack_folder(open_images(root), root + " packed")
     assert len(samples(dataset(Path(root)))) == 4
-    assert samples(dataset(Path(root))) == samples(dataset(Path(root + " packed"))) == samples(
-        dataset(Path(root), reader="python-file")
-    )  # fmt: skip
+    assert samples(dataset(Path(root))) == samples(dataset(Path(root + " packed")))
     assert list(open_images(root).classes) == list(open_images(root + " packed").classes)
 
 
@@ -253,14 +252,13 @@ def test_each_shard_flips_in_its_own_way(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("reader", ["posix", "python-file"])
-def test_a_graph_of_ones_own(folder: Path, reader: str, decode: bool) -> None:
+def test_a_graph_of_ones_own(folder: Path, decode: bool) -> None:
     from nvidia.dali import fn
 
     def graph(images: Any, labels: Any) -> Any:
         return (fn.resize(images, size=(10, 12)) if decode else fn.pad(images)), labels + 100
 
-    batches = list(dataset(folder, 4, reader, decode=decode, graph=graph))
+    batches = list(dataset(folder, decode=decode, graph=graph))
     for batch in batches:
         assert batch["image"].shape[1:] == (10, 12, 3) if decode else batch["image"].dim() == 2
     assert min(int(b["label"].min()) for b in batches) == 100
@@ -302,7 +300,7 @@ def test_encoded_bytes_need_no_dali(folder: Path, monkeypatch: pytest.MonkeyPatc
 # Epochs.
 
 
-@pytest.mark.parametrize("reader", ["posix", "python-file", "packed"])
+@pytest.mark.parametrize("reader", ["posix", "packed"])
 @pytest.mark.parametrize("decode", [False, True])
 def test_leaving_a_loop_starts_a_new_epoch_next_time(folder: Path, packed: Path, reader: str, decode: bool) -> None:
     ours = dataset(packed if reader == "packed" else folder, 2, reader, decode=decode)
@@ -666,17 +664,6 @@ def test_what_it_is_printed_as(folder: Path, packed: Path) -> None:
     assert f"{packed}, shuffled within windows of 8 files, in" in repr(dataset(packed, shuffle=True, window=8))
 
 
-def test_plain_python_refuses_a_packed_folder(packed: Path) -> None:
-    with pytest.raises(ValueError, match="reads single files"):
-        dataset(packed, reader="python-file")
-
-
-@pytest.mark.parametrize("decode", [False, True])
-def test_plain_python_refuses_options_of_backends(folder: Path, decode: bool) -> None:
-    with pytest.raises(ValueError, match=r"takes no storage_options \(threads\): .* reader='posix'"):
-        dataset(folder, reader="python-file", storage_options={"threads": 2}, decode=decode)
-
-
 def test_a_root_that_is_nothing(tmp_path: Path) -> None:
     with pytest.raises(ImageListError, match="not a folder"):
         dataset(tmp_path / "absent")
@@ -703,7 +690,7 @@ def test_decoders_get_host_memory_where_the_reader_can_fill_it(
         asked.append(device.type)
         if device.type == "cpu" and not host:
             raise BackendUnavailable("it serves CUDA targets only")
-        return PlainReader(images, device)
+        return SimpleNamespace(device=device, close=lambda: None)
 
     monkeypatch.setattr(imagenet_dataset, "open_reader", open_reader)
     monkeypatch.setattr(imagenet_dataset, "resolve_device", lambda _: torch.device("cuda", 0))

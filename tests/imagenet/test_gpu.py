@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 dali = pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 fn = pytest.importorskip("nvidia.dali.fn")
 
-READERS = ("python-file", "auto", "posix", "kvikio", "deepnvme", "xnvme", "packed")
+READERS = ("auto", "posix", "kvikio", "deepnvme", "xnvme", "packed")
 
 #: Cycles of torch.cuda._sleep, about 50 ms: long enough for any buffer to be filled again meanwhile.
 LONG = 100_000_000
@@ -145,7 +145,7 @@ def test_memory_does_not_grow(folder: Path, packed: Path) -> None:
 
 
 def test_augmented_on_the_gpu(folder: Path, packed: Path) -> None:
-    for reader in ("python-file", "posix", "packed"):
+    for reader in ("posix", "packed"):
         batches = list(dataset(folder, packed, reader, crop=(16, 24), flip=True, normalize=True))
         assert {tuple(b["image"].shape[1:]) for b in batches} == {(3, 16, 24)}
         assert sum(len(b["image"]) for b in batches) == COUNT

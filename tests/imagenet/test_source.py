@@ -38,7 +38,7 @@ def epoch(pipe: Any) -> list[tuple[bytes, int]]:
 
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("no_copy", [False, True])
-@pytest.mark.parametrize("reader", ["python-file", "posix", "packed"])
+@pytest.mark.parametrize("reader", ["posix", "packed"])
 def test_the_same_as_dalis_reader(folder: Path, packed: Path, reader: str, no_copy: bool, decode: bool) -> None:
     expected = [(data, label) for data, _, label in samples_of_dali(folder, decode=decode)]
     source = ImageSource(packed if reader == "packed" else folder, 4, reader)

@@ -42,6 +42,7 @@ NODES: dict[str, Any] = {
     "Ellipsis": {"$ellipsis": None},
     "NumPy type": {"$numpy_type": "float32"},
     "np.bytes_": {"$numpy_bytes": "YQ=="},
+    "class": {"$type": "int"},
 }
 
 

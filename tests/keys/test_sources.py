@@ -577,6 +577,16 @@ def test_only_the_changed_files_of_a_folder_are_read(sources: Sources, no_ticks:
     assert MIB <= bytes_read(lambda: sources.identity(str(tmp_path))) < 2 * MIB
 
 
+def test_beyond_the_limit_sources_are_remembered_and_only_the_files_in_folders_are_not(
+    sources: Sources, no_ticks: None, study: Path, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "KNOWN_FILES", 0)
+    named = [str(study), str(volume)]
+    before = [sources.identity(path) for path in named]
+    assert bytes_read(lambda: [sources.identity(path) for path in named]) == 0
+    assert [sources.identity(path) for path in named] == before
+
+
 def test_a_folder_of_young_files_is_not_trusted(sources: Sources, study: Path, clocks: Clocks) -> None:
     assert bytes_read(lambda: sources.identity(str(study))) >= 400
     assert bytes_read(lambda: sources.identity(str(study))) >= 400
@@ -725,7 +735,7 @@ def test_a_forked_child_knows_what_its_parent_knew_and_writes_its_own(no_ticks: 
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     sources.flush()
-    assert sorted(p.stat().st_size for p in (tmp_path / ".index").iterdir()) == [40, 80]
+    assert sorted(p.read_bytes().count(b"\n") for p in (tmp_path / ".index").iterdir()) == [1, 2]
     other = Sources("content", str(tmp_path))
     assert bytes_read(lambda: [other.identity(str(p)) for p in (known, late, new)]) < MIB
 

@@ -46,14 +46,38 @@ def test_any_dataset_is_repeated() -> None:
     assert [int(batch) for batch in loader] == [1, 1, 2, 2]
 
 
-def test_a_repeated_loop_continues_after_the_batch(make: Make) -> None:
-    loader = GDSDataLoader(make(), batch_size=2, repeats=2)
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
-    later = GDSDataLoader(make(), batch_size=2, repeats=2)
+@pytest.mark.parametrize(("num_workers", "of_monai"), [(0, False), (1, False), (0, True)])
+def test_a_repeated_loop_continues_in_the_turn_where_it_was(make: Make, num_workers: int, of_monai: bool) -> None:
+    def fresh(seed: int) -> GDSDataLoader:
+        mine = make()
+        torch.manual_seed(seed)
+        mine.transform.set_random_state(seed)
+        data = Dataset(mine.data, mine.transform) if of_monai else mine
+        return GDSDataLoader(data, num_workers, batch_size=2, repeats=3, shuffle=True)
+
+    whole = list(fresh(1))
+    for taken in range(1, len(whole), 1 + 2 * num_workers):
+        state = fresh(1).state_dict()
+        for given in (taken - 1, 1):  # continued, and continued again
+            loader = fresh(1 if given > 1 else 9)
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state
+            batches = iter(loader)
+            for _ in range(given):
+                next(batches)
+            state = loader.state_dict()
+        later = fresh(9)
+        later.load_state_dict(state)
+        assert_same(list(later), whole[taken:])
+        assert len(list(later)) == len(whole)
+
+
+def test_a_turn_of_a_loop_that_repeats_less_is_given_once(make: Make) -> None:
+    loader = GDSDataLoader(make(), batch_size=2, repeats=3)
+    next(iter(loader))
+    later = GDSDataLoader(make(), batch_size=2)
     later.load_state_dict(loader.state_dict())
-    assert len(list(later)) == 2
+    assert len(list(later)) == 3
 
 
 def test_as_many_batches_wait_as_the_buffer_holds(make: Make) -> None:

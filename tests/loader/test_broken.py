@@ -88,6 +88,42 @@ def test_others_take_the_places(make: Make, num_workers: int, programs: str) -> 
         assert epoch(make())[0] == found, "the same items whoever makes them"
 
 
+class OnCuda(RandomizableTransform):  # type: ignore[misc]
+    """Names a device, so that it is left to the loader's process, and fails for some items."""
+
+    def __init__(self, broken: frozenset[int]) -> None:
+        super().__init__()
+        self.device, self.broken = "cuda:0", broken
+
+    def __call__(self, item: Any) -> Any:
+        if item["n"] in self.broken:
+            raise ValueError(f"no room for {item['n']}")
+        return {**item, "drawn": self.R.rand(), "by": os.getpid()}
+
+
+def test_transforms_that_are_left_to_the_loaders_process_may_fail_too(make: Make) -> None:
+    def found(broken: frozenset[int]) -> list[Any]:
+        dataset = make({17})
+        dataset.transform = Compose([*dataset.transform.transforms, OnCuda(broken)])
+        torch.manual_seed(5)
+        loader = GDSDataLoader(dataset, 1, batch_size=4, shuffle=True, on_error="skip", programs="off")
+        return list(loader)
+
+    with pytest.warns(CacheWarning, match="1 item was skipped"):
+        whole = found(frozenset())
+    with pytest.warns(CacheWarning, match="3 items were skipped in this epoch.*no room for"):
+        some = found(frozenset({3, 41}))
+    for before, after in zip(whole, some, strict=True):
+        assert set(after["by"].tolist()) == {os.getpid()}
+        assert torch.equal(before["drawn"], after["drawn"]), "numbers follow from the place"
+        same = torch.tensor([n not in {3, 41} for n in before["n"].tolist()])
+        assert torch.equal(before["n"][same], after["n"][same])
+        assert not {3, 17, 41} & set(after["n"].tolist())
+        assert torch.equal(before["image"][same], after["image"][same])
+    with pytest.raises(BrokenItem, match=r"4 of 60 items cannot be made.*no room for"):
+        found(frozenset({1, 2, 3}))
+
+
 def test_another_epoch_has_others_and_a_mended_item_comes_back(make: Make) -> None:
     dataset = make()
     with pytest.warns(CacheWarning):

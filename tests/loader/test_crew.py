@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 import monai.transforms as mt
 import pytest
 import torch
+from monai.data import DataLoader
 from monai.utils import set_determinism
 
 from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
@@ -29,7 +32,7 @@ from monai_gds.dataset import programmed
 from monai_gds.loader import ahead, crew, data_loader, hand_over, next_epoch, on_values, resume, worker
 from monai_gds.loader.crew import Crew
 from monai_gds.programs import recorder
-from tests.fresh import printed_by
+from tests.fresh import Interpreter, printed_by
 from tests.interrupts import interrupted
 from tests.loader.test_programs import KEYS, Volume
 from tests.same import assert_same
@@ -48,21 +51,24 @@ class Quick(Volume):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    before = running()
     yield
     set_determinism(None)
     gc.collect()
-    assert not left()
-
-
-def left() -> list[object]:
-    """Threads of loops and processes that are still there after a while."""
     end = time.monotonic() + 20
-    while True:
-        threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
-        found = [*threads, *multiprocessing.active_children()]
-        if not found or time.monotonic() > end:
-            return found
+    while (left := running() - before) and time.monotonic() < end:
         time.sleep(0.01)
+    for process in multiprocessing.active_children():
+        if process in left and process.pid is not None:
+            os.kill(process.pid, signal.SIGABRT)  # pytest's faulthandler prints where it is
+            process.join()
+    assert not left
+
+
+def running() -> set[object]:
+    """Threads of loops, and processes."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "monai-gds-loader"]
+    return {*threads, *multiprocessing.active_children()}
 
 
 def make(folder: Path, *random: Any) -> GDSDataset:
@@ -180,6 +186,28 @@ def test_a_loop_that_is_left_at_any_batch(tmp_path: Path, programs: str) -> None
         del loop
         assert len(list(loader)) == COUNT
     loader.idle.clear()
+
+
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("taken", [COUNT - 1, COUNT, COUNT + 1])
+def test_processes_end_with_their_loader(tmp_path: Path, programs: str, taken: int) -> None:
+    """Also where the collector does not run."""
+    dataset = make(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        loader = load(dataset, programs)
+        loop = iter(loader)
+        for _ in range(taken):
+            next(loop, None)
+        assert len(multiprocessing.active_children()) == 2
+        del loader, loop
+        end = time.monotonic() + 20
+        while multiprocessing.active_children():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 class Fails(mt.RandomizableTransform):
@@ -328,3 +356,30 @@ def test_two_thousand_epochs_leave_nothing(tmp_path: Path, programs: str) -> Non
     first, last = use[2], use[-1]
     assert last[0] < first[0] + 48, use
     assert all(now <= before + 2 for now, before in zip(last[1:], first[1:], strict=True)), use
+
+
+class Unstorable(mt.Transform):
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "odd": object()}
+
+
+def _told(folder: Path, of_monai: bool) -> list[str]:
+    """What the processes of a run tell in three epochs, the second of which is left."""
+    logging.basicConfig(filename=folder / "log", level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+    warnings.simplefilter("always")
+    dataset = GDSDataset(list(range(4)), mt.Compose([Quick(), Unstorable()]), folder / "cache", "cpu")
+    settings: dict[str, Any] = {"num_workers": 2, "batch_size": 1, "collate_fn": list}
+    loader = DataLoader(dataset, **settings) if of_monai else GDSDataLoader(dataset, **settings)
+    for most in (None, 1, None):
+        list(itertools.islice(loader, most))
+    return (folder / "log").read_text().splitlines()
+
+
+@pytest.mark.parametrize("of_monai", [False, True])
+def test_the_processes_of_a_run_tell_each_thing_once(of_monai: bool, tmp_path: Path, interpreter: Interpreter) -> None:
+    lines = interpreter.call(_told, tmp_path, of_monai)
+    for what in ("sources of the first item", "cannot be cached"):
+        assert len([line for line in lines if what in line]) == 1, lines
+    for what in ("uses backend", "2 worker processes by"):  # by another process of these tests, perhaps
+        assert len([line for line in lines if what in line]) <= 1, lines

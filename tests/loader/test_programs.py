@@ -109,6 +109,14 @@ class GoesByValues(mt.RandomizableTransform):
         return data
 
 
+class Turned(mt.RandomizableTransform):
+    """Reads a number that it has the device compute, or the CPU of much."""
+
+    def __call__(self, data: Any) -> Any:
+        steps = torch.linspace(0, self.R.rand(), 8, device=data["image"].device)
+        return {**data, "image": data["image"] * round(float(steps.expand(1 << 14, 8).exp().mean()), 2)}
+
+
 class DrawsGlobally(mt.RandomizableTransform):
     """Draws from generators of the whole process."""
 
@@ -269,6 +277,28 @@ def test_ones_own_transforms(make: Make, function: Any, eagerly: Any) -> None:
         warnings.simplefilter("error", CacheWarning)
         found = epochs(dataset(), 8)
     assert_same(eagerly(dataset()), found)
+
+
+def test_fast_programs_ask_the_device_for_nothing(
+    make: Make, eagerly: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """New forms are compared all the same, by programs that are recorded once more."""
+    expected = eagerly(make(*crops(), Turned()))
+    monkeypatch.setattr(GDSDataLoader, "records", lambda self, device: True)  # also for a CPU target
+    monkeypatch.setattr(Crew, "address", property(lambda self: pytest.fail("a worker could ask")))
+    compared: list[object] = []
+    again = programmed.Programmed._again
+    monkeypatch.setattr(
+        programmed.Programmed, "_again", lambda self, count: (compared.append(count), again(self, count))[1]
+    )
+    dataset = make(*crops(), Turned())
+    set_determinism(3)
+    loader = load(dataset, 2, shuffle=True, programs="fast", stats=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        assert_same([list(loader), list(loader)], expected)
+    assert f"last bits of {COUNT} items may differ" in str(loader.stats())
+    assert 0 < len(compared) < 2 * COUNT
 
 
 def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) -> None:

@@ -1,9 +1,12 @@
-"""DDP: each rank gets what it would get alone with the same seeds."""
+"""DDP: each rank gets what it would get alone with the same seeds, and continues with its own state."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import monai.transforms as mt
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from monai.utils import set_determinism
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds import GDSDataLoader, GDSDataset, rank_states
 from tests.fresh import Interpreter
 from tests.loader.test_programs import KEYS, Volume, crops
 
@@ -64,3 +69,133 @@ def test_ranks_together_get_what_each_gets_alone(kind: str, tmp_path: Path, inte
     assert together == alone
     assert {n for numbers, _ in together[0][:2] + together[1][:2] for n in numbers} == set(range(6))
     assert together[0] != together[1]
+
+
+# Continuing in the middle of an epoch
+
+
+class Draw(mt.RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, item: Any) -> Any:
+        return {**item, "drawn": self.R.rand()}
+
+
+def seeded(folder: Path, rank: int, num_workers: int, seed: int) -> GDSDataLoader:
+    """The loader of a rank, which is seeded otherwise than the other one."""
+    dataset = GDSDataset(list(range(12)), mt.Compose([Volume(), Draw()]), folder, "cpu")
+    set_determinism(seed + rank)
+    sampler: Any = DistributedSampler(dataset, RANKS, rank)
+    return GDSDataLoader(dataset, num_workers, batch_size=2, sampler=sampler)
+
+
+def seen(batch: Any) -> tuple[list[int], list[float]]:
+    return batch["n"].tolist(), batch["drawn"].tolist()
+
+
+def fit(rank: int, folder: Path, port: int) -> list[list[Any]]:
+    """What a rank of Lightning's DDP sees in two epochs, and what it sees from their third step on, continued.
+
+    Without workers, and then with one.
+    """
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Seen(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.seen.append((*seen(batch), float(torch.rand(()))))
+            return self.weight.square()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
+    found = []
+    for num_workers, continues in product((0, 1), (False, True)):
+        seed, path = (50, folder / f"{num_workers}/step=2.ckpt") if continues else (3, None)
+        model = Seen()
+        steps = ModelCheckpoint(folder / str(num_workers), "{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[rank_states(), steps],
+        )  # fmt: skip
+        trainer.fit(model, seeded(folder / "cache", rank, num_workers, seed), ckpt_path=path, weights_only=True)
+        found.append(model.seen)
+        trainer.strategy.teardown()
+    del model, trainer
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_each_rank_continues_an_epoch_of_lightnings(tmp_path: Path, interpreter: Interpreter) -> None:
+    pytest.importorskip("lightning", reason="this machine has no Lightning")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(interpreter.process()) for _ in range(RANKS)]
+        for rank, process in enumerate(ranks):
+            process.start(fit, rank, tmp_path, port)
+        for whole, continued, with_worker, continued_with_worker in [process.result() for process in ranks]:
+            assert len(whole) == len(with_worker) == 6
+            assert continued == whole[2:]
+            assert continued_with_worker == with_worker[2:]
+
+
+def checkpointed(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    """The rest of an epoch, and what a loader gives that was loaded by torch's distributed checkpoint."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    loader = seeded(folder / "cache", rank, 0, 3)
+    batches = iter(loader)
+    next(batches), torch.rand(())
+    dcp.save({f"loader of rank {rank}": loader}, checkpoint_id=folder / "checkpoint")
+    rest = [(*seen(batch), float(torch.rand(()))) for batch in batches]
+    again = seeded(folder / "cache", rank, 0, 9)
+    dcp.load({f"loader of rank {rank}": again}, checkpoint_id=folder / "checkpoint")
+    continued = [(*seen(batch), float(torch.rand(()))) for batch in again]
+    dist.barrier()
+    dist.destroy_process_group()
+    return rest, continued
+
+
+def test_a_distributed_checkpoint_holds_the_loader_of_each_rank(tmp_path: Path, interpreter: Interpreter) -> None:
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(interpreter.process()) for _ in range(RANKS)]
+        for rank, process in enumerate(ranks):
+            process.start(checkpointed, rank, tmp_path)
+        for rest, continued in [process.result() for process in ranks]:
+            assert len(rest) == 2
+            assert continued == rest
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_state_of_another_rank_is_told_and_gives_this_ranks_items(tmp_path: Path, num_workers: int) -> None:
+    def begun(rank: int) -> tuple[dict[str, Any], list[Any]]:
+        loader = seeded(tmp_path, rank, num_workers, 3)
+        batches = iter(loader)
+        next(batches)
+        return loader.state_dict(), [seen(batch) for batch in batches]
+
+    (state, other), (mine, rest) = begun(0), begun(1)
+    loader = seeded(tmp_path, 1, num_workers, 3)
+    with pytest.warns(UserWarning, match=r"rank 0 of 2, and this is rank 1 of 2.*monai_gds\.rank_states\(\)") as told:
+        loader.load_state_dict(state)
+    assert len(told) == 1
+    found = [seen(batch) for batch in loader]
+    assert [numbers for numbers, _ in found] == [numbers for numbers, _ in rest]
+    assert found != rest
+    assert not {value for _, drawn in found for value in drawn} & {value for _, drawn in other for value in drawn}
+    loader = seeded(tmp_path, 1, num_workers, 9)
+    loader.load_state_dict({"of_ranks": [state, mine]})
+    assert [seen(batch) for batch in loader] == rest
+
+
+def test_the_state_of_another_number_of_ranks_is_told(tmp_path: Path) -> None:
+    loader = seeded(tmp_path, 0, 0, 3)
+    state = {**loader.state_dict(), "rank": (0, 3)}
+    with pytest.warns(UserWarning, match="rank 0 of 3, and this is rank 0 of 2.*other items"):
+        loader.load_state_dict(state)

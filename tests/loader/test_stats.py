@@ -233,6 +233,48 @@ def test_an_epoch_that_goes_on_is_measured(make: Make) -> None:
         assert loader.stats().random_transforms["RandSlow"] >= SECONDS * (ITEMS - 1)
 
 
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
+@pytest.mark.parametrize("in_hook", [False, True])
+@pytest.mark.parametrize("measures", [False, True])
+def test_a_loader_that_lightning_makes_again_keeps_its_arguments(make: Make, in_hook: bool, measures: bool) -> None:
+    lightning = pytest.importorskip("lightning", reason="this machine has no Lightning")
+
+    class Model(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.weight.square()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    made = []
+
+    def loader() -> GDSDataLoader:
+        made.append(GDSDataLoader(dataset, stats=measures, repeats=3, buffer_size=4, prefetch=5, shuffle=True))
+        return made[0]
+
+    with make() as dataset:
+        trainer = lightning.Trainer(
+            max_epochs=1, overfit_batches=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Model(), None if in_hook else loader())
+        again = trainer.train_dataloader
+        assert again is not made[0], "it has another sampler"
+        assert (again.repeats, again.buffer_size, again.prefetch) == (3, 4, 5)
+        if measures:
+            assert again.stats().batches == 1, "which was given twice"
+        else:
+            with pytest.raises(RuntimeError, match="stats=True"):
+                again.stats()
+
+
 def test_nothing_is_measured_unless_asked(make: Make) -> None:
     with make() as dataset:
         loader = GDSDataLoader(dataset)

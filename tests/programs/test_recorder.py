@@ -598,6 +598,17 @@ def test_values_that_many_threads_compute_are_asked_for_too() -> None:
     assert len(asked) == 1
 
 
+def test_a_transform_of_very_many_operations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_slice(self: Own, x: Any) -> Any:
+        for number in range(x.shape[-1]):
+            x[..., number] += 1
+        return x
+
+    assert run(own(by_slice), AS_CUDA).recorded.refused is None
+    monkeypatch.setattr(limits, "PROGRAM_OPERATIONS", 20)
+    assert run(own(by_slice), AS_CUDA).why == "up to it there are more than 20 operations"
+
+
 def test_many_values_that_the_device_computes_are_refused() -> None:
     def field(self: Own, x: Any) -> Any:
         noise = torch.linspace(0, 1, limits.ASKED_BYTES, device=x.device).sin()

@@ -353,8 +353,6 @@ _NODES: dict[str, Any] = {
     "an enum of another module": {"$enum": ["os.system", "x"]},
     "an enum of a list": {"$enum": [[], []]},
     "an enum with too much": {"$enum": ["a", "b", "c"]},
-    "a type that is none": {"$type": "eval"},
-    "a type of a list": {"$type": []},
     "a dtype that is none": {"$dtype": "x"},
     "a dtype of pointers": {"$dtype": "|O"},
     "a dtype of an object": {"$dtype": {}},

@@ -394,59 +394,6 @@ def test_a_sound_record_in_the_place_of_a_damaged_one_survives_prune(
     assert not record.exists()
 
 
-@pytest.mark.parametrize("step", ["lstat", "stat", "rename", "link", "unlink"])
-def test_a_record_that_is_replaced_at_any_step_of_its_removal_survives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """Also by a third one, while the second is being put back."""
-    for call in range(1, 10):
-        cache = tmp_path / f"{call}"
-        populate(cache)
-        (record,) = maintenance.record_files(cache)
-        sound = record.read_bytes()
-        record.write_bytes(b"no record")
-        (doomed,) = maintenance.prunable(cache, maintenance.survey(cache))
-        original, calls = getattr(os, step), 0
-
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:  # noqa: B023 (called within the loop)
-                (cache / "new").write_bytes(sound)  # noqa: B023
-                os.replace(cache / "new", record)  # noqa: B023
-            return original(*args, **kwargs)  # noqa: B023
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, step, replaced)
-            removed = maintenance.remove(doomed)
-        if calls < call:
-            assert removed
-            assert not record.exists()
-            break
-        assert record.read_bytes() == sound
-        assert os.listdir(cache / ".tmp") == []
-    if step != "link":  # called only where a record is put back
-        assert call > 1, "it was replaced at least once"
-
-
-def test_a_third_record_stays_where_a_second_would_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    populate(tmp_path)
-    (record,) = maintenance.record_files(tmp_path)
-    record.write_bytes(b"no record")
-    (doomed,) = maintenance.prunable(tmp_path, maintenance.survey(tmp_path))
-    rename, link = os.rename, os.link
-
-    def put(name: str) -> None:
-        (tmp_path / "new").write_text(name)
-        os.replace(tmp_path / "new", record)
-
-    monkeypatch.setattr(os, "rename", lambda *args, **kwargs: (put("second"), rename(*args, **kwargs)))
-    monkeypatch.setattr(os, "link", lambda *args, **kwargs: (put("third"), link(*args, **kwargs)))
-    assert not maintenance.remove(doomed)
-    assert record.read_text() == "third"
-    assert os.listdir(tmp_path / ".tmp") == []
-
-
 def test_a_link_in_the_place_of_a_record_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     populate(tmp_path)
     (record,) = maintenance.record_files(tmp_path)

@@ -22,7 +22,7 @@ from monai_gds import limits
 from monai_gds.errors import StorageError
 from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, staging
 from monai_gds.testing import BackendContract, CudaBackendContract
-from monai_gds.testing.cuda import LONG, _load, _sleep, _stream
+from monai_gds.testing.cuda import LONG, Scenario, _load, _sleep, _stream
 from monai_gds.testing.tools import (
     BLOB_BYTES,
     assert_bytes,
@@ -33,6 +33,7 @@ from monai_gds.testing.tools import (
     meanwhile,
 )
 from tests.machines import few_descriptors
+from tests.storage import streams
 
 __all__ = ["CudaFullContract", "FullContract"]
 
@@ -198,6 +199,22 @@ class FullContract(BackendContract):
 @pytest.mark.gpu
 class CudaFullContract(CudaBackendContract, FullContract):
     """What a backend that implements ``start`` itself promises in addition for a CUDA target."""
+
+    @pytest.mark.parametrize(
+        "scenario",
+        [streams.handed_over, streams.handed_over_to_every_stream, streams.dropped_destination_is_not_reused],
+        ids=lambda scenario: scenario.__name__,
+    )
+    def test_memory_changes_hands_safely(
+        self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream, scenario: Scenario
+    ) -> None:
+        assert scenario(storage, blob, data, consumer), scenario.__doc__
+
+    def test_slow_consumers_of_many_files_keep_their_data(
+        self, storage: Storage, folder: Path, consumer: torch.cuda.Stream
+    ) -> None:
+        paths, _, _ = self.files(folder, [20_000 + i for i in range(150)])
+        assert streams.many_slow_consumers_keep_their_data(storage, paths, consumer)
 
     def test_a_step_runs_on_the_copy_stream_and_its_results_are_handed_over(
         self, storage: Storage, blob: Path, data: bytes, consumer: torch.cuda.Stream

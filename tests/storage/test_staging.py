@@ -20,6 +20,7 @@ from monai_gds.storage.backend import Backend
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.testing import cuda as scenarios
 from monai_gds.testing.cuda import LONG, Scenario
+from tests.storage import streams
 from tests.storage.sample_reaching_gpu import SampleReachingGpu
 
 pytestmark = pytest.mark.gpu
@@ -72,11 +73,11 @@ def synchronize_without_waiting(event: torch.cuda.Event) -> None:
 @pytest.mark.parametrize(
     ("backend", "broken", "scenario"),
     [
-        (PosixBackend, hand_off_without_waiting, scenarios.handed_over),
-        (PosixBackend, hand_off_without_waiting, scenarios.handed_over_to_every_stream),
+        (PosixBackend, hand_off_without_waiting, streams.handed_over),
+        (PosixBackend, hand_off_without_waiting, streams.handed_over_to_every_stream),
         (PosixBackend, hand_off_without_recording, scenarios.slow_consumer_keeps_its_data),
         (PosixBackend, adopt_without_waiting, scenarios.refilled_after_use),
-        (PosixBackend, adopt_without_recording, scenarios.dropped_destination_is_not_reused),
+        (PosixBackend, adopt_without_recording, streams.dropped_destination_is_not_reused),
         (SampleReachingGpu, synchronize_without_waiting, scenarios.refilled_after_use),
         (SampleReachingGpu, synchronize_without_waiting, scenarios.safe_from_another_backend),
         (SampleReachingGpu, hand_off_without_recording, scenarios.slow_consumer_keeps_its_data),
@@ -119,7 +120,7 @@ def test_the_scenarios_notice_a_pending_that_only_the_first_stream_waits_for(
     with closing(Storage(PosixBackend(device))) as storage, monkeypatch.context() as patch:
         storage.load(Reads.of(str(blob), [(0, len(data))])).wait()
         patch.setattr(Pending, "_order", order_once)
-        intact = scenarios.handed_over_to_every_stream(storage, blob, data, torch.cuda.Stream(device))
+        intact = streams.handed_over_to_every_stream(storage, blob, data, torch.cuda.Stream(device))
     torch.cuda.synchronize(device)
     assert not intact
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -13,10 +14,10 @@ import typer
 from monai_gds.base.console import progress, progress_bar, say_lines, stderr
 from monai_gds.command.bench_loaders import BatchOption, DatadirOption, image_folder
 from monai_gds.command.bench_tensor import FolderOption, LoopOption, tidy_ending
-from monai_gds.command.options import DeviceOption, JsonOption, PlotOption, known_device, one_of
+from monai_gds.command.bench_training import training
+from monai_gds.command.options import DeviceOption, JsonOption, known_device, one_of
 
 if TYPE_CHECKING:
-    import torch
     from rich.progress import Progress
 
     from monai_gds.bench.report import Report
@@ -40,17 +41,7 @@ _USUAL = ("volumes", "crops", "hits", "first")
 _IMAGES = 1000
 
 
-def _machine(device: torch.device | None = None) -> dict[str, Any]:
-    """The circumstances of figures."""
-    from monai_gds.bench.report import machine
-
-    found = machine(device)
-    return {**found, "command": found["command"].replace("monai-gds", "python -m tools.bench", 1)}
-
-
-@app.command(
-    "dataset", epilog="Example: python -m tools.bench dataset --items 16 --side 210 --loader --plot epochs.png"
-)
+@app.command("dataset", epilog="Example: python -m tools.bench dataset --items 16 --side 210 --loader")
 def dataset(
     cache_dir: Annotated[
         Path | None,
@@ -73,7 +64,6 @@ def dataset(
         typer.Option(help=f"One of {', '.join(_WORKLOADS)}; may be repeated. Default: {', '.join(_USUAL)}."),
     ] = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Compare GDSDataset with MONAI's datasets, over made-up volumes.
 
@@ -99,7 +89,7 @@ def dataset(
     --cold and --loader, GDSDataset also reads past the page cache.
     """
     one_of(_WORKLOADS, only or [], "--only")
-    from monai_gds.bench.report import emit
+    from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
     from tools.bench.workloads import Workload
 
@@ -108,7 +98,7 @@ def dataset(
         work = Workload(Path(folder), target, items, side, repeats, batch_size, records, loader, cold)
         measure = _measurements(work, bars)
         reports = [report for name in _WORKLOADS if name in (only or _USUAL) for report in measure[name]()]
-    emit(reports, as_json=as_json, plot=plot, about={**_machine(target), "batch size": batch_size})
+    emit(reports, as_json=as_json, about={**machine(target), "batch size": batch_size})
 
 
 def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list[Report]]]:
@@ -131,12 +121,12 @@ def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list
     }
 
 
-@app.command("dali", epilog="Example: python -m tools.bench dali --make 2000 --plot dali.png")
+@app.command("dali", epilog="Example: python -m tools.bench dali --make 2000")
 def dali(
     store: Annotated[
         Path | None,
         typer.Option(
-            help="A Messagepack store, as monai_gds.imagenet.dali.squirrel.py writes it.", exists=True, file_okay=False
+            help="A Messagepack store, as tools/bench/squirrel_store.py writes it.", exists=True, file_okay=False
         ),
     ] = None,
     datadir: DatadirOption = None,
@@ -156,17 +146,16 @@ def dali(
     repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each row.")] = 5,
     device: DeviceOption = None,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Measure feeding DALI from arrays in memory and from a Squirrel store.
 
     Each from both: batching, NumPy or CuPy; threads; DALI against torch.
     """
-    from monai_gds.bench.report import emit
-    from monai_gds.imagenet.dali.squirrel import write_store
+    from monai_gds.bench.report import emit, machine
     from monai_gds.imagenet.files.listing import list_folder
     from monai_gds.storage import resolve_device
     from tools.bench import dali as bench
+    from tools.bench.squirrel_store import write_store
 
     questions = only or list(bench.QUESTIONS)
     one_of(bench.QUESTIONS, questions, "--only")
@@ -183,7 +172,7 @@ def dali(
         settings = bench.DaliSettings(store, target, batchsize, threads, repeats)
         with stderr.status("measuring…"):
             reports = bench.measure(settings, questions)
-    emit(reports, as_json=as_json, plot=plot, about={**_machine(target), "batch size": batchsize})
+    emit(reports, as_json=as_json, about={**machine(target), "batch size": batchsize})
 
 
 @app.command("tune", epilog="Example: python -m tools.bench tune --nvme-folder /mnt/nvme > tuned.json")
@@ -195,14 +184,14 @@ def tune_command(
     as_json: JsonOption = False,
 ) -> None:
     """Find DeepNVMe's best settings for a drive; the last line is input for --tuned, as that of ds_nvme_tune."""
-    from monai_gds.bench.report import emit
+    from monai_gds.bench.report import emit, machine
     from monai_gds.storage import resolve_device
     from tools.bench.tune import tune
 
     target = resolve_device(device)
     with tidy_ending(), progress_bar("tuning") as progress:
         reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)
-    emit(reports, as_json=as_json, plot=None, about={**_machine(target), **({"best": best} if as_json else {})})
+    emit(reports, as_json=as_json, about={**machine(target), **({"best": best} if as_json else {})})
     if not as_json:
         say_lines([json.dumps({"aio": best})])
 
@@ -217,16 +206,53 @@ def blocks(
     batch: Annotated[int, typer.Option(min=1, help="Files read together.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each method.")] = 5,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Read many small files by their blocks: xnvme-block against threads with O_DIRECT, and buffered reads."""
-    from monai_gds.bench.report import emit
+    from monai_gds.bench.report import emit, machine
     from tools.bench.small_files import SmallFiles, describe_block_map, measure
 
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder) as made:
         report = measure(SmallFiles(Path(made), files, nbytes, batch, repeats))
-        about = {**_machine(), **describe_block_map(Path(made))}
-    emit([report], as_json=as_json, plot=plot, about=about)
+        about = {**machine(), **describe_block_map(Path(made))}
+    emit([report], as_json=as_json, about=about)
+
+
+@app.command("memory", epilog="Example: python -m tools.bench memory --gigabytes 0.9 --size 128 128 128")
+def memory(
+    gigabytes: Annotated[float, typer.Option(min=0.5, help="Memory of each dataset's process.")] = 1.1,
+    volumes: Annotated[int, typer.Option(min=1, help="Made-up volumes, each with a label of the same size.")] = 40,
+    size: Annotated[tuple[int, int, int], typer.Option(help="Voxels of each.")] = (160, 160, 128),
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each dataset.")] = 3,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(help="A folder on the drive; default: the temporary folder.", exists=True, file_okay=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count what epochs read from the drive where memory is short.
+
+    Each dataset runs in a process of its own, in a control group with that
+    much memory, which its part of the page cache is counted to. The kernel
+    kills what needs more. Each epoch cuts two crops around labels out of each
+    volume. Linux lets root make control groups, and others where they were
+    given one.
+    """
+    from monai_gds.bench.report import emit, machine
+    from tools.bench import short_memory
+
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=cache_dir) as folder, progress() as bars:
+        report = short_memory.memory(Path(folder), volumes, size, int(gigabytes * 1e9), epochs, bars)
+    emit([report], as_json=as_json, about=machine())
+
+
+@app.command("training", epilog="Example: python -m tools.bench training --heavy --json heavy.json")
+@functools.wraps(training)
+def with_code_by_hand(**arguments: Any) -> None:
+    from monai_gds.bench.feeds import PEERS
+    from tools.bench.by_hand import BY_HAND, by_hand
+
+    PEERS[BY_HAND] = by_hand
+    training(**arguments)
 
 
 @app.command("latency", epilog="Example: python -m tools.bench latency --delay 10")

@@ -232,7 +232,7 @@ def measure(settings: DaliSettings, questions: Sequence[str]) -> list[Report]:
         ImageListError: the store is empty.
     """
     if not any(True for _ in _stored(settings)):
-        raise ImageListError(f"{settings.store} holds no samples: `monai-gds pack --format squirrel` writes a store")
+        raise ImageListError(f"{settings.store} holds no samples: tools/bench/squirrel_store.py writes a store")
     return [QUESTIONS[name](settings, where) for name in questions for where in SOURCES]
 
 

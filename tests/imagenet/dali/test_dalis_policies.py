@@ -87,7 +87,7 @@ def dalis(
 
 def ours(files: list[str], batch: int, shard: int, shards: int, shuffling: Shuffling, policy: str) -> Epochs:
     dataset = ImageNetDataset(
-        files=files, batch_size=batch, device="cpu", reader="python-file", decode=False, shard_id=shard,
+        files=files, batch_size=batch, device="cpu", reader="posix", decode=False, shard_id=shard,
         num_shards=shards, shuffle=shuffling != "none", last_batch_policy=policy,
     )  # fmt: skip
     return [[of_batch["label"].tolist() for of_batch in dataset] for _ in range(EPOCHS)]

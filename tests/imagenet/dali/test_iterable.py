@@ -17,8 +17,8 @@ import torch
 from monai_gds.errors import BackendUnavailable, BrokenImage, ImageListError
 from monai_gds.imagenet import dali_iterator, open_images, squirrel_source
 from monai_gds.imagenet.dali.pipeline import PipelineFailed
-from monai_gds.imagenet.dali.squirrel import write_store
 from tests.imagenet.conftest import COUNT
+from tools.bench.squirrel_store import write_store
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 

@@ -171,7 +171,7 @@ def test_arguments_that_do_not_go_together(arguments: dict[str, Any], message: s
         ImageNetDataset(batch_size=2, device="cpu", **arguments)
 
 
-@pytest.mark.parametrize("reader", ["python-file", "posix", "packed"])
+@pytest.mark.parametrize("reader", ["posix", "packed"])
 @pytest.mark.parametrize("decode", [False, True])
 def test_the_dataset_reads_them(folder: Path, tmp_path: Path, reader: str, decode: bool) -> None:
     """In any order, some of them twice in a batch, by absolute and by relative paths; and packed."""

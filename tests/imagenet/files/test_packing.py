@@ -80,16 +80,6 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert runner.invoke(app, ["pack", str(folder), str(tmp_path / "x"), "--file-mb", "0"]).exit_code == 2
 
 
-def test_the_command_writes_a_squirrel_store(folder: Path, tmp_path: Path) -> None:
-    driver = pytest.importorskip("squirrel.driver", reason="squirrel-core is not installed")
-    out = tmp_path / "store"
-    done = CliRunner().invoke(app, ["pack", str(folder), str(out), "--format", "squirrel", "--size", "16"])
-    assert done.exit_code == 0, done.output
-    samples = driver.MessagepackDriver(str(out)).get_iter().collect()
-    assert {sample["image"].shape for sample in samples} == {(3, 16, 16)}
-    assert len(samples) == COUNT
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Interrupted, and over executors
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from monai_gds.bench import made_up
 from monai_gds.bench.made_up import write_image_folder
-from monai_gds.imagenet.dali.squirrel import write_store
 from monai_gds.imagenet.files.listing import list_folder
 from tests.tools.bench.commands import run
 from tools.bench import dali
 from tools.bench.__main__ import app
+from tools.bench.squirrel_store import write_store
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
 

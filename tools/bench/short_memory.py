@@ -1,4 +1,4 @@
-"""``monai-gds bench memory``: epochs on a machine whose memory is short, each dataset in a control group of its own.
+"""``python -m tools.bench memory``: epochs where memory is short, each dataset in a control group of its own.
 
 Bytes are counted, and no time: what a process reads from the drive does not depend on what else the machine does.
 """
@@ -40,7 +40,7 @@ _STAYS = 0.05
 _IN_GROUP = """\
 import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
-from monai_gds.bench.memory import epochs
+from tools.bench.short_memory import epochs
 epochs(sys.argv[2])
 """
 

@@ -1,17 +1,26 @@
-"""A training's batches made by hand: the distributions of MONAI's transforms in plain torch, for :mod:`.feeds`."""
+"""A training's batches made by hand: the distributions of MONAI's transforms in plain torch. A peer of the others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
 from monai.transforms import Compose
 from torch.nn.functional import affine_grid, conv3d, grid_sample
 
+from monai_gds.bench.feeds import Feed
 from monai_gds.bench.segmentation import CROPS, KEYS, Training
+
+BY_HAND = "by hand, volumes on the device"
+
+
+def by_hand(training: Training, _: Path) -> Feed:
+    """No MONAI, no thread: see :class:`ByHand`."""
+    return Feed(ByHand(training))
 
 
 class ByHand:
