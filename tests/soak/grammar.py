@@ -380,6 +380,6 @@ def records(draw: st.DrawFn, blob: bytes) -> bytes:
         relaid &= change is not _entry or draw(st.booleans())
         try:
             change(draw, parts)
-        except (KeyError, TypeError, AttributeError, ValueError, IndexError, MonaiGdsError, InvalidArgument):
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, MonaiGdsError, InvalidArgument):
             break  # an earlier change left nothing for it
     return parts.to_bytes(relaid)

@@ -263,10 +263,9 @@ def latency(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each method.")] = 5,
     as_json: JsonOption = False,
-    plot: PlotOption = None,
 ) -> None:
     """Read many small files where every open takes long, against 64 threads with pread. Mounts a folder by FUSE."""
-    from monai_gds.bench.report import emit
+    from monai_gds.bench.report import emit, machine
     from tools.bench.latency import Settings, measure
     from tools.slow_disk import NoSlowDisk
 
@@ -275,7 +274,7 @@ def latency(
             reports = measure(Settings(Path(made), files, delay or (0, 1, 10, 50), repeats))
         except NoSlowDisk as e:
             raise typer.BadParameter(str(e)) from e
-    emit(reports, as_json=as_json, plot=plot, about={**_machine(), "disk": "simulated: FUSE, a delay per open"})
+    emit(reports, as_json=as_json, about={**machine(), "disk": "simulated: FUSE, a delay per open"})
 
 
 if __name__ == "__main__":
