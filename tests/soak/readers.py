@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from monai_gds.base.digest import digest_of
 from monai_gds.bench.made_up import write_image_folder
@@ -142,21 +141,24 @@ def _notes(folder: Path) -> Made:
     facts, uses, sources = (notes / f"{_ENDED}.{kind}" for kind in ("facts", "uses", "sources"))
 
     def read(data: bytes) -> None:
-        lines = b"".join(map(line, data.split(b"\n")))
+        texts = [
+            *data.split(b"\n"),
+            *(data[i : i + 32].ljust(32, b"\0").hex().encode() for i in range(0, len(data), 32)),
+        ]
+        lines = b"".join(map(line, texts))
         facts.write_bytes(lines + data)
         uses.write_bytes(lines + data)
-        cut = [data[i : i + 32].ljust(32, b"\0") for i in range(0, len(data), 32)]
-        sources.write_bytes(b"".join(entry + xxhash.xxh3_64_digest(entry) for entry in cut) + data)
+        sources.write_bytes(lines + data)
         (notes / "pipelines/00000000.json").write_bytes(data)
         index, memo, used = Index(folder), SourceMemo(str(folder)), Uses(folder)
         for entry in index.entries().values():
-            index._merged([lines])
+            index._merged([texts])
             index.count(entry.pipeline)
         index.pipeline("00000000")
         survey(folder, index)
         memo.get(data[:16].ljust(16, b"\0"))
         assert all(map(np.isfinite, used.look().last.values()))
-        used._merged([lines, data])
+        used._merged([texts, [data]])
         for tidy in (index.tidy, memo.tidy, used.tidy):
             tidy()
 
