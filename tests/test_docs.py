@@ -261,6 +261,44 @@ def test_lightning(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     assert names["trainer"].global_step == 4  # two items, two epochs
 
 
+@pytest.mark.filterwarnings("ignore::Warning:torchio")
+def test_torchio(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
+    tio = pytest.importorskip("torchio", reason="this machine has no TorchIO")
+    names = run("".join(examples(DOCS / "howto/torchio.md")), tmp_path, items=volumes)
+    assert names["batch"]["image"].shape == names["batch"]["label"].shape == (2, 1, 48, 48, 48)
+    steps = names["transform"].transforms
+    dataset = monai_gds.GDSDataset(names["subjects"], steps[0], tmp_path / "cache", "cpu")
+    assert dataset.is_cached(0)
+    ours, theirs = dataset[0], tio.SubjectsDataset(names["subjects"], steps[0])[0]
+    assert ours.applied_transforms == theirs.applied_transforms != []
+    for name in ("image", "label"):
+        assert type(ours[name]) is type(theirs[name])
+        assert torch.equal(ours[name].data, theirs[name].data)
+        assert np.array_equal(ours[name].affine, theirs[name].affine)
+        assert ours[name].path == theirs[name].path
+
+    def epoch() -> list[Any]:
+        torch.manual_seed(0)
+        return [batch["image"] for batch in monai_gds.GDSDataLoader(names["dataset"], batch_size=1, num_workers=2)]
+
+    warm = epoch()
+    for record in (tmp_path / "cache").glob("*.safetensors"):
+        record.unlink()
+    assert all(map(torch.equal, epoch(), warm))
+
+
+def test_huggingface(tmp_path: Path, volumes: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = pytest.importorskip("datasets", reason="this machine has no Hugging Face datasets").Dataset
+    names = run("".join(examples(DOCS / "howto/huggingface.md")), tmp_path, items=volumes)
+    pipeline = names["Compose"](names["transform"].transforms[:2])
+    expected = [pipeline(number)["image"] for number in range(2)]
+    monkeypatch.setattr(rows, "__getitem__", None)
+    dataset = monai_gds.GDSDataset([1, 0], pipeline, tmp_path / "cache", "cpu")
+    for number, item in enumerate(dataset):
+        assert torch.equal(item["image"], expected[1 - number])
+        assert torch.equal(item["image"].affine, expected[1 - number].affine)
+
+
 def test_augment(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = examples(DOCS / "howto/augment.md")
     run(code, tmp_path, items=volumes)

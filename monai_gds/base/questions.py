@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import current_process
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
+from uuid import uuid4
 
 
 class Answers:
@@ -24,14 +26,17 @@ class Answers:
             :func:`ask`, with the error's text.
 
     Attributes:
-        address: what :func:`ask` takes. Only processes that ``multiprocessing`` started know the password.
+        address: what :func:`ask` takes: an abstract socket, which needs no file, and so no short path to one. Only
+            processes that ``multiprocessing`` started know the password.
     """
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
-        listener = Listener(family="AF_UNIX", backlog=128, authkey=_password())
-        self.address = str(listener.address)
+        self.address = f"\0monai-gds-{uuid4().hex}"
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(self.address)
+        door.listen(128)
         read, write = os.pipe()
-        thread = threading.Thread(target=_serve, args=(listener, read, answer), name="monai-gds-answers", daemon=True)
+        thread = threading.Thread(target=_serve, args=(door, read, answer), name="monai-gds-answers", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _wake, write, os.getpid())
 
@@ -43,8 +48,7 @@ def _wake(closed: int, process: int) -> None:
     os.close(closed)
 
 
-def _serve(listener: Listener, closed: int, answer: Callable[[Any], Any]) -> None:
-    door: Any = listener._listener._socket  # type: ignore[attr-defined]
+def _serve(door: socket.socket, closed: int, answer: Callable[[Any], Any]) -> None:
     asking: list[Connection] = []
     try:
         while True:
@@ -54,7 +58,7 @@ def _serve(listener: Listener, closed: int, answer: Callable[[Any], Any]) -> Non
             for one in ready:
                 try:
                     if one is door:
-                        asking.append(listener.accept())
+                        asking.append(_let_in(door))
                     else:
                         one.send(_answered(answer, one.recv()))
                 except Exception:  # it has ended, or is a stranger
@@ -63,8 +67,20 @@ def _serve(listener: Listener, closed: int, answer: Callable[[Any], Any]) -> Non
                         one.close()
     finally:
         _hang_up(door, asking)
-        listener.close()
+        door.close()
         os.close(closed)
+
+
+def _let_in(door: socket.socket) -> Connection:
+    """Takes the next connection. Another user's is refused unheard: its silence would keep all others waiting."""
+    visitor = door.accept()[0]
+    _, user, _ = struct.unpack("iII", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    connection = Connection(visitor.detach())  # closed where nobody keeps it
+    if user != os.geteuid():
+        raise PermissionError(f"user {user} is another one")
+    deliver_challenge(connection, _password())
+    answer_challenge(connection, _password())
+    return connection
 
 
 def _hang_up(door: socket.socket, asking: list[Connection]) -> None:

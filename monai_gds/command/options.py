@@ -32,7 +32,7 @@ def app(summary: str, example: str) -> typer.Typer:
 
 def known_device(name: str | None) -> str | None:
     """Refuses a device that this machine does not have."""
-    if name is not None:
+    if name not in (None, "cpu"):  # every machine has one, and torch takes seconds to import
         from monai_gds.storage import resolve_device
 
         parsed(lambda text: resolve_device(int(text) if text.isdecimal() else text), name, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,14 +31,4 @@ def run(
         raise typer.BadParameter(f"there is no script {target!r}: for a module, use -m", param_hint="COMMAND")
     from monai_gds.swap import script
 
-    script.prepare(cache_dir=str(cache_dir.expanduser()), device=device, loaders=loaders)
-    try:
-        script.run(target, arguments, module)
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as e:
-        trace = e.__traceback__
-        while trace is not None and trace.tb_frame.f_globals["__name__"] in (__name__, script.__name__, "runpy"):
-            trace = trace.tb_next
-        sys.excepthook(type(e), e.with_traceback(trace), trace)  # as Python does: the script is not ours
-        raise typer.Exit(1) from None
+    script.run(target, arguments, module, cache_dir=str(cache_dir.expanduser()), device=device, loaders=loaders)

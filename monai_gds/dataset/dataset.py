@@ -15,7 +15,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.dataset import words
 from monai_gds.dataset.item_keys import HashTransform
-from monai_gds.dataset.populate import fill, populate
+from monai_gds.dataset.populate import made, populate
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.dataset.session import Runtime, Session
 from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
@@ -57,7 +57,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
     costs the cache and not the epoch. In forked processes, as are workers of a DataLoader, items come as CPU tensors.
 
     Args:
-        data: items, usually dicts of file names.
+        data: items, usually dicts of file names; or a dataset that a hit does not read, if it is MONAI's ``Dataset`` or
+            ``CacheDataset`` or a GDSDataset, with deterministic transforms only. Any other is read at each access.
         transform: a ``Compose`` or a sequence of transforms, deterministic ones first.
         cache_dir: folder of the records, made when it is missing. ``~`` is the home directory. None: nothing is cached.
         device: the target: an int, ``"cuda:N"``, ``"cpu"``, a ``torch.device``, or None for a GPU if there is one.
@@ -88,7 +89,8 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         populate: fills the cache now, as MONAI's ``CacheDataset`` does: with a worker per core and a progress bar, so
             that errors in the data show here. No rank waits for another. This process then looks at no source again
             (``sources="once"``): it may be gone.
-        strict: whether a cache that cannot be written is an error now, and not a warning and an epoch of misses.
+        strict: whether a cache that cannot be written is an error now, and not a warning and an epoch of misses. Where
+            there is a budget, the first missing record is made now; with ``populate``, there must be room for all.
         options: further settings, as :class:`CacheOptions` or a dict of them.
 
     Raises:
@@ -142,10 +144,9 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
+        made(self, populate)
         if type(self)._pre_transform is not GDSDataset._pre_transform:
             self._runtime.split = None  # the subclass may go on to set what it reads
-        if populate:
-            fill(self)
 
     @property
     def session(self) -> Session:
@@ -225,7 +226,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def tidy(self) -> None:
         """Removes the half-written files of killed processes from the cache directory."""
-        self.session.tidy()
+        self.settings.tidy()
 
     def __enter__(self) -> Self:
         return self

@@ -218,7 +218,7 @@ def _attempt(session: Session, what: tuple[int, bool]) -> Answer:
     except NotSaved:
         raise
     except Exception as e:
-        return FailedItem(index, path_of(session.dataset.data, index), in_words(e)), _me()
+        return FailedItem(index, path_of(session.data, index), in_words(e)), _me()
 
 
 def _me() -> str:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import monai
@@ -74,7 +75,7 @@ class ItemKeys:
         of_compose = {**split.settings(), "reset_ops_id": dataset.reset_ops_id}
         hashed.description.update({f"Compose.{name}": repr(value) for name, value in of_compose.items()})
         hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
-        hashed.description.update({"state.mantissa_bits": "None", "state.version": "None"})
+        hashed.description.update({"state.mantissa_bits": "None", "state.version": "None", "state.steady": "None"})
         self.transform_hash = _transform_hash(split, of_compose, hash_transform, hashed)
         self.hashed = hashed
         self._names = frozenset[str]().union(*(reads_of(function.__code__).names for function in hashed.functions))
@@ -84,17 +85,27 @@ class ItemKeys:
         self._root = root
         self._monai_version = options.monai_version
         # With the settings of the process, not the transforms: they count even if transforms do not.
-        given = {"mantissa_bits": options.mantissa_bits, "version": _in_a_word(settings.version)}
+        # A record of a dataset that freezes what is drawn is no record for one that does not.
+        steady = split.steady if split.steady is not None and split.steady.watches else None
+        given = {
+            "mantissa_bits": options.mantissa_bits,
+            "version": _in_a_word(settings.version),
+            "steady": None if steady is None else True,
+        }
         self._given: State = tuple((name, str(value)) for name, value in given.items() if value is not None)
         self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
         self._began, self._logged = settings.began, False
         self._counting = {"names_cuda": "cuda" in hashed.devices, "requires_grad": hashed.requires_grad}
         self._held = counting(settings.held, **self._counting)
         self._make = KeyMaker(dataset.hash_func, sources, loaded_keys(split.deterministic), root)
-        self._folders = tuple(map(str, folders))  # of the cache, whose files do not count
+        self._folders = tuple(map(str, folders))
+        within = (step.inner.settings.folders for step in split.inner if hasattr(step.inner, "settings"))  # type: ignore[attr-defined]
+        self._caches = (*self._folders, *map(str, chain.from_iterable(within)))  # whose files do not count
         self._written = tuple(text for text in hashed.written if looks_like_path(text) and not os.path.isdir(text))
         self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and sources.counts else None
-        proves = self.transform_hash and self._lists is not None and not further
+        # Guards may have an item computed twice, and are no value for the key of another dataset.
+        alone = not further and steady is None and not split.inner
+        proves = self.transform_hash and self._lists is not None and alone
         self._columns = Columns(split.deterministic if proves else ())
         self._by_default = dataset.hash_func is canonical_hash
         self._kept = KeptReads.of(self.transform_hash, frozenset(f.__code__ for f in hashed.functions))
@@ -221,7 +232,7 @@ class ItemKeys:
         self, key: Key, words: frozenset[str], seen: Observation, began: int, lists: ReadLists
     ) -> tuple[Key, list[str]]:
         """The key with what a computation has read and with what others have kept; and what it has read alone."""
-        apart = (*self._folders, *map(absolute, self._written))
+        apart = (*self._caches, *map(absolute, self._written))
         paths = seen.paths(_in_keys(key), apart)
         wanted = self._kept.beside(paths, words, began, self._make.sources.read, apart)
         newest = next(iter(lists.of(key.name)), ())

@@ -6,10 +6,12 @@ hits and misses cannot differ. The warnings about misses are here too.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,10 +33,12 @@ from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_it
 from monai_gds.keys.hashing import hash_item
 from monai_gds.keys.key import FORMAT, Key
 from monai_gds.pipeline.hidden import Hidden
+from monai_gds.pipeline.settings import applied, of_process
 from monai_gds.pipeline.words import naming
 from monai_gds.records.heads import Form
 from monai_gds.records.problems import with_advice
 from monai_gds.shared.leases import Lease, Leases, pace, take_turn
+from monai_gds.shared.owner import this_process
 
 
 class Misses:
@@ -184,8 +188,10 @@ class ItemMaker(NamedTuple):
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
         pace.note(time.perf_counter() - began)
         stages.count("computed")
-        if storable and unsupported != "pass":
-            self.hidden.look(states, item, computed)
+        if storable and unsupported != "pass" and (why := self.hidden.look(states, item, computed)):
+            storable = False
+            if unsupported == "error":
+                raise UnsupportedType(f"it is not cached, but computed at every access: {why}")
         return encoded, storable
 
     def assemble(self, encoded: EncodedItem, item: Any) -> Any:
@@ -315,3 +321,51 @@ def look(cache: CacheDirectory, key: Key, item: Any) -> Any:
     """The item in a tuple if it has a record by now, else None."""
     (pending,) = cache.start([key.digest])
     return None if pending is None else pending.wait(item)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The settings that held when a dataset was made, under which its items are computed for as long as it lives
+#
+# A user may call set_track_meta(False) before the training, as MONAI's tutorials do: with CacheDataset, which computes
+# at once, that concerns the random half alone. Settings of a thread are switched around a computation. Those of the
+# whole process never are where threads of the user's run: a helper process computes there.
+
+
+def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> AbstractContextManager[None]:
+    """Where an item is computed, under the settings that held.
+
+    Args:
+        differ: how the present settings differ from them.
+        asked_by: the process for which this one may be working.
+
+    Raises:
+        RuntimeError: those of the whole process differ, and it may be the user's.
+    """
+    if of_process(differ) and not _works_for_another(asked_by):
+        raise RuntimeError(in_words(differ, "it cannot be computed in this process"))
+    return _held(differ)
+
+
+@contextmanager
+def _held(differ: dict[str, tuple[str, str]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # the consumer's, which is for random transforms
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(applied(tuple((name, held) for name, (held, _) in differ.items()), only=True))
+        yield
+
+
+def in_words(differ: dict[str, tuple[str, str]], why: str) -> str:
+    """An error's message that names both settings."""
+    named = [f"{name} was {held} and is now {now}" for name, (held, now) in of_process(differ).items()]
+    return (
+        f"an item has to be computed under the settings that held when the dataset was made, and {why}: "
+        f"{', '.join(named)}. Change settings before the dataset is made, or call dataset.populate() before the change"
+    )
+
+
+def _works_for_another(asked_by: str | None) -> bool:
+    if asked_by is not None:
+        return asked_by != this_process()
+    # a worker of torch's loader; those of MONAI's may be threads of this process
+    return torch.utils.data.get_worker_info() is not None and multiprocessing.current_process().daemon

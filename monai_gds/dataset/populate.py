@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 
 from monai.data import PersistentDataset
+from torch.utils.data import Subset
 
 from monai_gds.base.units import shown
 from monai_gds.dataset.broken import list_of, write_list
@@ -26,6 +27,7 @@ from monai_gds.dataset.engines import (
     OverExecutor,
     default_workers,
 )
+from monai_gds.dataset.inner import is_dataset
 from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.repeats import compare_ranks
@@ -137,7 +139,7 @@ def populate(
     try:
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
     finally:
-        session.tidy()
+        session.settings.tidy()
     folder = session.settings.folders[0]
     most = limit_of(folder, session.settings.max_bytes) or 0
     if not done.cached and not done.converted:
@@ -262,7 +264,7 @@ class _Filling:
             case FailedItem():
                 tally.failures.append(outcome)
             case Exception() if last:
-                tally.killers.append(FailedItem(index, path_of(self._session.dataset.data, index), in_words(outcome)))
+                tally.killers.append(FailedItem(index, path_of(self._session.data, index), in_words(outcome)))
             case _:
                 self._suspect(index, outcome)
                 return True
@@ -322,7 +324,7 @@ class _Filling:
     def _look(self, index: int) -> tuple[str, bool]:
         """The name of an item's key, and whether it has a record now."""
         try:
-            (key,) = self._session.keys()([self._session.dataset.data[index]])
+            (key,) = self._session.keys()([self._session.data[index]])
             return key.name, self._session.holds(key)
         except Exception:  # it will be raised again where failures are noted
             return "", False
@@ -344,7 +346,7 @@ class _Filling:
 
     def _under_way(self) -> str:
         items = sorted({*self._suspects, *(index for index, _ in self._running.values())})
-        named = ", ".join(f"{index} ({path_of(self._session.dataset.data, index)})" for index in items[:_NAMED])
+        named = ", ".join(f"{index} ({path_of(self._session.data, index)})" for index in items[:_NAMED])
         return f"Items under way: {named}. What was finished is cached: populate continues from there"
 
 
@@ -387,6 +389,38 @@ class _Lines:
 # While a dataset is made
 
 
+def made(dataset: PersistentDataset, full: bool) -> None:
+    """Does what ``strict`` asks for at the end of a constructor, and fills the cache if it is to be ``full``.
+
+    Raises:
+        NotSaved, PopulateError: as :func:`fill`; or, with ``strict``, no record can be made.
+    """
+    if dataset.settings.strict:
+        _check_room(dataset.session)
+    if full:
+        fill(dataset)
+
+
+def _check_room(session: Session) -> None:
+    """Makes the first record that is missing, where a budget may leave no room for it.
+
+    Raises:
+        NotSaved: there is no room.
+    """
+    settings, count = session.settings, len(session.dataset.data)
+    if not session.caches or limit_of(settings.folders[0], settings.max_bytes) is None:
+        return
+    view = session.for_worker()
+    try:
+        made = next((saved for i in range(count) if (saved := view.save(i)).how != "cached"), None)
+    except NotSaved:
+        raise
+    except Exception:  # of the item: whoever reads it gets that
+        return
+    if made is not None and made.how == "left_out":
+        raise NotSaved(f"strict=True, and nothing can be saved in {settings.folders[0]}: {made.why}")
+
+
 def fill(
     dataset: PersistentDataset,
     indices: Sequence[int] | None = None,
@@ -407,31 +441,38 @@ def fill(
     Raises:
         PopulateError: items failed; the others are cached. An item that no record can hold is one of them with
             ``unsupported="error"``; otherwise there is a warning.
-        NotSaved: nothing more can be written to the cache directory.
+        NotSaved: nothing more can be written to the cache directory; or, with ``strict``, its budget leaves items out.
     """
     indices = range(len(dataset.data)) if indices is None else indices
     if not len(indices):
         return
     part = copy(dataset)
-    part.data = [dataset.data[index] for index in indices]
+    part.data = Subset(data, indices) if is_dataset(data := dataset.data) else [data[index] for index in indices]
     try:
-        _populate_here(part, num_workers, progress and Ranks().rank == 0)
+        done = _populate_here(part, num_workers, progress and Ranks().rank == 0)
+        if done.left_out and dataset.settings.strict:
+            raise NotSaved(f"strict=True, and the budget of {dataset.cache_dir} leaves out {done.left_out} items")
     except PopulateError as e:
+        missing = f"'{type(dataset).__name__}' object has no attribute"
+        if any(missing in item.error for item in e.failures):
+            e.add_note(
+                f"monai_gds: {type(dataset).__name__} sets it after super().__init__(), which fills the cache: set it "
+                "before that, or leave out populate=True and call self.populate() at the end of __init__"
+            )
         broken = [item for item in e.failures if not item.error.startswith(UnsupportedType.__name__)]
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
         failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
-        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=3)
+        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=4)
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process
 
 
-def _populate_here(dataset: PersistentDataset, num_workers: int | None, progress: bool) -> None:
+def _populate_here(dataset: PersistentDataset, num_workers: int | None, progress: bool) -> Populated:
     if num_workers is None:
-        populate(dataset, None, progress, 0, 1)
-        return
+        return populate(dataset, None, progress, 0, 1)
     try:
-        populate(dataset, min(num_workers, default_workers(len(dataset.data))), progress, 0, 1)
+        return populate(dataset, min(num_workers, default_workers(len(dataset.data))), progress, 0, 1)
     except PopulateError:
-        populate(dataset, 0, progress, 0, 1)
+        return populate(dataset, 0, progress, 0, 1)

@@ -111,7 +111,7 @@ def draw(
         return answered(program, torch.device("cpu"))
 
     try:
-        recorded, plain = _recorded(split, lazy, session.dataset.data[index], target, most, guesses, ask or here, drew)
+        recorded, plain = _recorded(split, lazy, session.data[index], target, most, guesses, ask or here, drew)
     except RecordGone:
         return Answer(saved)
     done = 0 if recorded.program is None else recorded.program.done
@@ -229,7 +229,7 @@ class Programmed:
 
     def end(self) -> Any:
         """The item on the device, after its random transforms."""
-        with naming(self._index, self._session.dataset.data[self._index]):
+        with naming(self._index, self._session.data[self._index]):
             item, done = self._first()
             if self._answer.saved.how == "computed":
                 stages.count("hits", -1)  # it was only read here
@@ -297,7 +297,7 @@ class Programmed:
         if lazy is None:
             return None
         seed_transforms(split.steps(), *self._seed)
-        item = session.dataset.data[self._index]
+        item = session.data[self._index]
         with suppress(RecordGone, GuardFailed):
             program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
             values = None if program is None else lazy.read(program.boxes()).wait()

@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -25,14 +26,14 @@ from monai_gds.base import stages
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
-from monai_gds.dataset.held import computing, in_words
+from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, look
+from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, computing, in_words, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
 from monai_gds.folder.budget import Budget
-from monai_gds.folder.directory import CacheDirectory, tidy
+from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.index import Index
 from monai_gds.folder.tiers import TwoTiers
 from monai_gds.folder.uses import Uses
@@ -40,9 +41,10 @@ from monai_gds.folder.writer import process_writer
 from monai_gds.keys.key import Key, Pipeline
 from monai_gds.keys.reads import reads_of
 from monai_gds.pipeline.ahead import drawn_ahead
-from monai_gds.pipeline.global_draws import GlobalDraws
+from monai_gds.pipeline.global_draws import GlobalDraws, kept_states
 from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
+from monai_gds.pipeline.parts import name_of
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
@@ -65,13 +67,14 @@ class Runtime:
     """
 
     __slots__ = (
-        "cache", "cache_form", "cache_owner", "global_draws", "helper", "hidden", "keys", "loops", "misses",
-        "on_values", "owner", "pipeline", "sent", "split", "uses",
+        "alone", "cache", "cache_form", "cache_owner", "data", "global_draws", "helper", "hidden", "keys", "loops",
+        "misses", "on_values", "owner", "pipeline", "sent", "split", "uses",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.owner = self.cache_owner = Owner()
         self.split: Split | None = None
+        self.data: Any = None  # the dataset that it was made for
         self.sent: tuple[str, str] | None = None  # by the process that this one has its dataset from
         self.keys: ItemKeys | None = None
         self.hidden: Hidden | None = None
@@ -85,12 +88,15 @@ class Runtime:
         self.on_values: dict[str, str] = {}  # transforms that could not be drawn first, and why
         self.global_draws = GlobalDraws()
         self.misses = Misses()
+        self.alone = False  # whether only items draw in this process, so that a miss may leave no trace there
 
     def send(self) -> tuple[str, str] | None:
         """For another process: the hash of the transforms as they are, and the one in the keys of this process.
 
         A call may have set attributes since, such as a model that was loaded. Nothing else may differ there.
         """
+        if self.split is not None and self.split.steady is not None and self.split.steady.moved_on():
+            return None  # the keys of this process are of what the transforms were
         return self.sent if self.keys is None else self.keys.sent()
 
     @property
@@ -139,8 +145,10 @@ class Session(NamedTuple):
     def split(self) -> Split:
         """The pipeline in two halves: what is cached, and what runs in every epoch."""
         runtime, transform = self.runtime, self.dataset.transform
-        if runtime.split is None or runtime.split.compose is not transform:  # the first time, or it was replaced
-            runtime.split, runtime.keys = Split(transform), None
+        if runtime.split is None or runtime.split.compose is not transform or not _of_data(self):
+            # the first time, or it was replaced
+            runtime.split, runtime.keys = _split(self.dataset), None
+            runtime.data = self.dataset.data if is_dataset(self.dataset.data) else None
             runtime.on_values, runtime.global_draws = {}, GlobalDraws()  # of the transforms before
             runtime.helper = None
             try:
@@ -157,23 +165,31 @@ class Session(NamedTuple):
                 runtime.cache.compression = self.record_form()
         return runtime.split
 
+    @property
+    def data(self) -> Sequence[Any]:
+        """What the items are made of: the data, or those of another dataset whose items need not be read."""
+        return items_of(self.dataset.data, self.split().inner)
+
     def keys(self) -> ItemKeys:
         """Makes the keys of items.
 
         Raises:
             HashingError: a transform has no stable hash.
         """
-        split, settings = self.split(), self.settings
-        if self.runtime.keys is None:
-            dataset = self.dataset
-            self.runtime.keys = ItemKeys(split, dataset, settings, _further(dataset), self.runtime.sent)
-            dataset.transform_hash = self.runtime.keys.transform_hash
-            self.runtime.hidden = Hidden(split, self.runtime.keys.hashed, str(settings.cache_dir))
-        return self.runtime.keys
+        split, runtime, dataset = self.split(), self.runtime, self.dataset
+        steady, keys = split.steady, runtime.keys
+        if keys is None or (steady is not None and steady.moved_on(runtime.loops.running())):
+            if steady is not None:
+                steady.mark()
+            keys = ItemKeys(split, dataset, self.settings, _further(dataset), runtime.sent)
+            dataset.transform_hash = keys.transform_hash
+            runtime.hidden = Hidden(split, keys.hashed, str(self.settings.cache_dir))
+            runtime.keys = keys
+        return keys
 
     def key(self, index: int) -> Key:
         """The key of an item, made now."""
-        return self.keys().now(self.dataset.data[index])
+        return self.keys().now(self.data[index])
 
     @property
     def caches(self) -> bool:
@@ -222,8 +238,13 @@ class Session(NamedTuple):
             One object per index, whose ``end()`` is to be called in the same thread.
         """
         split, runtime = self.split(), self.runtime
-        items = [self.dataset.data[index] for index in indices] if items is None else items
+        if items is None:
+            data = self.data
+            items = [data[index] for index in indices]
         cache = self.cache() if split.deterministic else None
+        if split.steady is not None and split.steady.given_up:
+            self.items().hidden.tell()
+            cache = None
         if cache is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
         stages.enter("keys")
@@ -234,6 +255,7 @@ class Session(NamedTuple):
         digests = [key.digest for key in keys]
         # Not in inference mode, where writes into ghosts go unnoticed.
         draws = not (whole or self.own_end or torch.is_inference_mode_enabled()) and bool(drawn_ahead(split))
+        draws = draws and (split.steady is None or not split.steady.watches)  # an item may change the ones after it
         started = cache.start(digests, "rest" if draws else "all")
         # An item without draws needs a turn only if later items are begun before it is finished.
         is_whole = alone and started[0] is not None and not started[0].later
@@ -267,7 +289,7 @@ class Session(NamedTuple):
         except RuntimeError:  # the process is the user's
             return _helped(self, cache, key, item, index)
         of = len(self.dataset.data)
-        with under:
+        with under, kept_states() if self.runtime.alone else nullcontext():
             return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:
@@ -282,12 +304,12 @@ class Session(NamedTuple):
         assert cache is not None, "the caller has checked that items are cached"
         with computing(self.keys().differences(), settings.asked_by):
             maker = RecordMaker(self.items(), self.keys(), cache)
-            item = self.dataset.data[index] if item is None else item
+            item = self.data[index] if item is None else item
             return maker.save(item, index, anyway=anyway, convert=settings.converts)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
-        cache, item = self.cache(), self.dataset.data[index]
+        cache, item = self.cache(), self.data[index]
         found = None if cache is None else look(cache, self.key(index), item)
         return None if found is None else found[0]
 
@@ -335,11 +357,6 @@ class Session(NamedTuple):
         for uses in self.runtime.uses:
             uses.flush()
 
-    def tidy(self) -> None:
-        """Removes the half-written files of killed processes from the cache directory."""
-        for folder in self.settings.folders:
-            tidy(folder)
-
     def for_worker(self, *, convert: bool = False, loads: Literal["values", "programs"] | None = None) -> Session:
         """The session of a copy of the dataset, for another process whose items come on the CPU.
 
@@ -349,7 +366,8 @@ class Session(NamedTuple):
                 programs, up to the first that holds something there. Otherwise it only makes records.
 
         Raises:
-            ValueError: values are to be loaded, and ``compression`` names a codec for GPUs.
+            ValueError: values are to be loaded, and ``compression`` names a codec for GPUs; or the random transforms
+                would have to be divided, and a subclass overrides how they run.
         """
         settings, view = self.settings, copy(self.dataset)
         if loads == "values":
@@ -358,6 +376,12 @@ class Session(NamedTuple):
             split = self.split()
             steps = split.steps()
             if (count := before_cuda(steps, names_too=loads == "values")) < len(steps):
+                if self.own_end:
+                    raise ValueError(
+                        f"workers run the transforms up to {name_of(steps[count])}, which is on a CUDA device, and "
+                        f"{type(self.dataset).__name__} has a _post_transform of its own, which cannot be divided: use "
+                        "num_workers=0, or make what it does a transform"
+                    )
                 view.transform = split.first(count)
         view.settings = replace(
             settings.on_cpu(), saves_in=self.record_form(), converts=convert, asked_by=this_process()
@@ -392,7 +416,7 @@ class Begun:
         turn: its place in the queue of draws; None if nothing is drawn ahead.
     """
 
-    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "turn")
+    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "_since", "turn")
 
     def __init__(
         self, session: Session, item: Any, index: Any,
@@ -400,7 +424,7 @@ class Begun:
         turn: Turn | None = None, behind: bool = True,
     ) -> None:  # fmt: skip
         self._behind = behind  # whether what is written for it may be written in the background
-        self._session, self._item, self._index = session, item, index
+        self._session, self._item, self._index, self._since = session, item, index, _changes(session)
         self._cache, self._key, self._pending, self.turn = cache, key, pending, turn
         self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
 
@@ -465,6 +489,8 @@ class Begun:
             differ = session.keys().differences() if session.split().deterministic else {}
             with computing(differ, session.settings.asked_by):
                 return session.items().make(self._item, self._index)
+        if _changes(self._session) != self._since:
+            return self._session.begin([self._index], [self._item], whole=True)[0].finish()
         pending = self._pending
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
         found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
@@ -477,6 +503,28 @@ class Begun:
         if not self._behind:
             cache.settle(key.digest)
         self._session.runtime.misses.hit()
+
+
+def _split(dataset: PersistentDataset) -> Split:
+    """The pipeline of a dataset, after those of the datasets that it is made of."""
+    steady = getattr(dataset, "recomputes", False)
+    split = Split(dataset.transform, steady)
+    inner = steps_of(dataset, split.deterministic)
+    return Split(dataset.transform, steady, inner) if inner else split
+
+
+def _of_data(session: Session) -> bool:
+    """Whether the pipeline is that of the data which the dataset has now."""
+    split, data = session.runtime.split, session.dataset.data
+    if split is not None and split.inner:
+        return are_of(data, split.inner)
+    return data is session.runtime.data or not is_dataset(data)
+
+
+def _changes(session: Session) -> int:
+    """How often a call has changed a transform, where that counts."""
+    split = session.runtime.split
+    return 0 if split is None or split.steady is None else split.steady.changes
 
 
 def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index: Any) -> Any:

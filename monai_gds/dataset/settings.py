@@ -16,7 +16,7 @@ from monai.transforms import Transform
 
 from monai_gds.base.notices import Notice
 from monai_gds.base.units import bytes_of
-from monai_gds.folder.directory import check_writable, folder_named, prepare
+from monai_gds.folder.directory import check_writable, folder_named, prepare, tidy
 from monai_gds.items.rounding import check_bits
 from monai_gds.keys.sources import Policy
 from monai_gds.pipeline.settings import State, capture_all
@@ -167,6 +167,7 @@ class Settings:
         converts: whether that copy also converts records in another form.
         asked_by: the process for which the copy computes items.
         held: the settings of the process that held when the dataset was made; items are computed under these.
+        strict: whether a cache that cannot be written is an error.
     """
 
     device: torch.device
@@ -187,6 +188,7 @@ class Settings:
     converts: bool = False
     asked_by: str | None = None
     held: State = ()
+    strict: bool = False
 
     @classmethod
     def of(
@@ -233,7 +235,7 @@ class Settings:
         local_unmade = local is not None and not prepare(local, "local_dir")
         return cls(
             target, backend, reason, dict(backend_options or {}), form, version, compression, cache, most, local,
-            options, time.time(), unmade, local_unmade, held=capture_all(),
+            options, time.time(), unmade, local_unmade, held=capture_all(), strict=strict,
         )  # fmt: skip
 
     def on_cpu(self) -> Settings:
@@ -246,6 +248,11 @@ class Settings:
     def folders(self) -> tuple[Path, ...]:
         """Where records are: ``cache_dir``, and ``local_dir`` after it."""
         return tuple(folder for folder in (self.cache_dir, self.local_dir) if folder is not None)
+
+    def tidy(self) -> None:
+        """Removes the half-written files of killed processes from the folders."""
+        for folder in self.folders:
+            tidy(folder)
 
     @property
     def local_bytes(self) -> int | None:

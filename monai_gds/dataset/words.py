@@ -21,8 +21,8 @@ from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key
 from monai_gds.pipeline.ahead import drawn_ahead, may_crop, why_not
-from monai_gds.pipeline.parts import parts
-from monai_gds.pipeline.split import cacheable_after, name_of
+from monai_gds.pipeline.parts import name_of, parts
+from monai_gds.pipeline.split import cacheable_after
 
 
 def describe(session: Session) -> str:
@@ -155,7 +155,7 @@ def explain(session: Session, index: int) -> str:
         lines = [f"item {index} is a miss: there is no {session.record_path(key)}", *_lines(near)]
         if near.entry is not None and near.entry.item != key.item:
             before = maintenance.key_in(f"{session.settings.cache_dir}/{near.entry.name}").get("columns")
-            now = session.keys().columns(session.dataset.data[index])
+            now = session.keys().columns(session.data[index])
             before = before if isinstance(before, dict) else now
             if differ := [repr(name) for name in sorted({*before, *now}) if before.get(name) != now.get(name)]:
                 lines.append(f"  values that differ: {', '.join(differ)}")

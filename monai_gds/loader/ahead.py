@@ -364,7 +364,7 @@ class ReadAhead:
             upcoming.running = programs.order(upcoming.dataset, upcoming.index, upcoming.seed)
         dataset, index = upcoming.dataset, upcoming.index
         try:
-            with naming(index, dataset.data[index]):
+            with naming(index, dataset.session.data[index]):
                 return programs.begin(dataset, index, upcoming.seed, upcoming.running)
         except LoopLeft:
             raise

@@ -221,7 +221,7 @@ class Crew:
         if self._process == os.getpid():
             self._workers.close()
             for part in self._work.parts:
-                part.tidy()
+                part.settings.tidy()
 
     def _give_up_guess(self) -> None:
         """Has workers leave out what was foreseen and they have not begun. They have it in their queue already."""

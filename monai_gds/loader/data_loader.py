@@ -173,6 +173,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.prefetch_bytes: int | None = given
         self.programs: _Programs = programs
         self.on_error: _OnError = on_error
+        #: Whose settings hold for random transforms: the consumer's at one of these times, or those of a new thread.
+        self.around: Literal["iter", "first batch", "thread"] = "iter"
         #: What takes the places of the items of the last epoch that cannot be made.
         self.skipping: Skipping | None = None
         #: Processes of the last epoch, for the next.
@@ -186,7 +188,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def __iter__(self) -> Iterator[Any]:
         epoch = MeasuredEpoch() if self._measures else None
-        return Later(partial(self._begin, epoch, OfThread.now()), epoch, self.repeats)
+        around = OfThread.now() if self.around == "iter" else None
+        return Later(partial(self._begin, epoch, around), epoch, self.repeats)
 
     @property
     def stats(self) -> Callable[[], Stats]:
@@ -233,8 +236,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())
         weakref.finalize(self, _close_all, self.idle)
 
-    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread) -> tuple[Place, Iterator[Any]]:
+    def _begin(self, epoch: MeasuredEpoch | None, around: OfThread | None) -> tuple[Place, Iterator[Any]]:
         self._epoch = epoch
+        around = around or (OfThread.now() if self.around == "first batch" else OfThread((), False))
         state, self._loaded = self._loaded, None
         loops = {part: Loop(part.session.runtime.loops) for part in gds_datasets(self.dataset)}
         try:

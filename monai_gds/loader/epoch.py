@@ -216,6 +216,7 @@ def _stages(
     work, done = work_on_values(parts, device, loader.collation, around)
     crew = loader.crew(work)
     made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle, skipping, around)
+    made.inference = around.inference and loader.around == "iter"  # ThreadDataLoader unpacks in a thread
     return made, loader.pinned if made.whole else assemble, place, made
 
 

@@ -44,7 +44,7 @@ def work_on_values(
     views = [part.session.for_worker(loads="values") for part in parts]
     done = [len(view.split().steps()) for view in views]
     whole = done == [len(part.session.split().steps()) for part in parts]
-    return Work(views, collate if whole else None, device, around.with_process()), done
+    return Work(views, collate if whole else None, device, around.with_process(), around.inference), done
 
 
 class _Batch(NamedTuple):
@@ -72,9 +72,11 @@ class WorkerBatches:
 
     Attributes:
         whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
+        inference: whether their tensors are made in inference mode.
     """
 
     finished, plain = (0, 0), False
+    inference = False
 
     def __init__(
         self, crew: Crew, parts: Sequence[GDSDataset], splits: Sequence[Split], done: Sequence[int],
@@ -107,7 +109,8 @@ class WorkerBatches:
                 broken = packed
             else:
                 enter("collating")
-                batch = self._unpacked(packed, arena)
+                with torch.inference_mode(self.inference):
+                    batch = self._unpacked(packed, arena)
                 found = batch if self.whole else self._all_finished(drawn, batch)
                 if not isinstance(found, Broken):
                     return found
@@ -203,7 +206,7 @@ class WorkerBatches:
         dataset, index = drawn.places[number]
         part = self._parts.index(dataset)
         split, done = self._splits[part], self._done[part]
-        with naming(index, dataset.data[index]):
+        with naming(index, dataset.session.data[index]):
             seed_transforms(split.steps(), drawn.seed, drawn.first + number)
             with self._around.applied():
                 item = dataset.session.runtime.global_draws.after(split, item, done)

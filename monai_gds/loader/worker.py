@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from monai_gds.pipeline.randomness import seed_everything
 from monai_gds.pipeline.settings import State, apply
 from monai_gds.pipeline.words import in_words, naming
 
+#: Inference mode, on or off, while this process does its present work.
+_inference: AbstractContextManager[Any] = nullcontext()
+
 
 class Work(NamedTuple):
     """What a worker needs for every task."""
@@ -34,7 +38,8 @@ class Work(NamedTuple):
     parts: list[Session]  # of the datasets
     collate: Callable[[list[Any]], Any] | None  # makes a batch of a list of items; None: the loader's process does
     target: torch.device  # where batches go
-    state: State  # the settings of the loader's process
+    state: State  # the settings of the loader's process, and those of the consumer's thread
+    inference: bool = False  # whether random transforms run in inference mode
 
 
 class BatchTask(NamedTuple):
@@ -141,16 +146,21 @@ def _begun(given: Work | bytes) -> Work:
             f"a worker process cannot load the dataset: {e}. Define transforms and functions in a module that it can "
             "import, not in a notebook or under `if __name__ == '__main__':`, or install cloudpickle"
         ) from e
+    global _inference
+    _inference.__exit__(None, None, None)  # of the work before
+    _inference = torch.inference_mode(work.inference)  # which a thread hands on to the processes that it forks
+    _inference.__enter__()
     apply(work.state)
     with warnings.catch_warnings(action="ignore"):  # of the split: the loader's process has given them
         for part in work.parts:
             part.split()
+            part.runtime.alone = True
     return work
 
 
 def _item(session: Session, index: int, *seed: int) -> Any:
     dataset = session.dataset
-    with naming(index, dataset.data[index]):
+    with naming(index, session.data[index]):
         seed_everything(session.split().steps(), *seed)
         item = dataset[index]
     reset_ops_id(item)  # ids differ from those of the user's transforms, which must be able to invert the item

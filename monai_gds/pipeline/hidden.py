@@ -37,9 +37,9 @@ from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning
 from monai_gds.keys.hashing import HashedTransforms, hash_item
 from monai_gds.keys.of_libraries import writes_files
-from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.parts import name_of, parts
 from monai_gds.pipeline.randomness import is_generator, put_state, seed_everything, state_of
-from monai_gds.pipeline.split import Split, name_of
+from monai_gds.pipeline.split import Split
 
 #: The generators of the whole process. Those of CUDA are not looked at: training moves them all the time.
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
@@ -84,6 +84,8 @@ class Hidden:
 
     def states(self) -> list[tuple[Any, Any]]:
         """Generators with their states, to be taken before an item is computed."""
+        if self._split.steady is not None:
+            self._split.steady.begin()
         if self._is_done:
             return []
         if self._searches > 0:
@@ -93,18 +95,47 @@ class Hidden:
             self._generators = list(found.values())
         return [(generator, state_of(generator)) for generator in self._generators]
 
-    def look(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> None:
+    def look(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
         """Warns if what was just computed has a hint of randomness, and comes out otherwise once more.
 
         Args:
             before: the :meth:`states` of before it was computed.
             item: as the data hold it.
             computed: the item after the deterministic transforms.
+
+        Returns:
+            Why the item must not be cached; empty if it may.
         """
+        steady = self._split.steady
+        if steady is None:
+            self._warn_of(self._found(before, item, computed))
+            return ""
+        why = steady.seen()
+        if not why and (name := self._found(before, item, computed)):
+            why = steady.given_up = f"{name} gives another result each time"
+        self.tell()
+        return why
+
+    def tell(self) -> None:
+        """Warns, once, of the transform because of which nothing is cached, if there is one."""
+        steady = self._split.steady
+        if steady is not None and steady.given_up and Notice("not steady", self._place, self._hashed.digest).is_new():
+            warnings.warn(
+                f"a Dataset computes its items at every access, as MONAI's does: {steady.given_up}, and is not marked "
+                "random. Derive it from monai.transforms.RandomizableTrait, and what comes before it is cached",
+                CacheWarning,
+                stacklevel=7,
+            )
+
+    def _found(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
+        """The transform that gives another result each time, if there is a hint of one."""
         name = ""
         with suppress(Exception):  # of the user's own types, or of transforms that work only once
             if not self._is_done and self._has_hint(before, computed):
                 name = self._once_more([generator for generator, _ in before], item, computed)
+        return name
+
+    def _warn_of(self, name: str) -> None:
         if name and Notice("hidden randomness", self._place, self._hashed.digest).is_new():
             warnings.warn(
                 f"{name} is not marked random, but gives another result each time: what it drew first is cached, and "

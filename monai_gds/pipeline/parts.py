@@ -54,3 +54,8 @@ def named_members(part: Any) -> Iterable[tuple[str, Any]]:
     if not is_a(type(part), TRANSFORMS):
         return []
     return [*vars(part).items(), *([("R", part.R)] if is_a(type(part), mt.Randomizable) else [])]
+
+
+def name_of(transform: Callable[..., Any]) -> str:
+    """The name of a function, or of an object's type."""
+    return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]

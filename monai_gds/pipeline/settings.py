@@ -1,9 +1,9 @@
 """Settings of the process that change what a transform computes: part of every key.
 
 The dataset captures them when it is made, and they hold for every item that it computes, in whatever process or thread
-(``dataset/held.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and grad
-belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong to
-the whole process.
+(``dataset/making.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and
+grad belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong
+to the whole process.
 
 Only settings that differ from their defaults are listed, so a setting that a later version adds invalidates nothing.
 Settings of CUDA (TF32, cuDNN, deterministic algorithms) count where a transform names a CUDA device. The number of
@@ -306,8 +306,8 @@ class OfThread(NamedTuple):
 
     def with_process(self) -> State:
         """These, and those of the process as they are now."""
-        others = {setting.name for setting in _ALL if not setting.of_thread}
-        return (*(pair for pair in capture_all() if pair[0] in others), *self.state)
+        mine = {setting.name: str(setting.default) for setting in _ALL if setting.of_thread} | dict(self.state)
+        return (*(pair for pair in capture_all() if pair[0] not in mine), *mine.items())
 
     def applied(self) -> contextlib.AbstractContextManager[object]:
         """Applies them within a ``with`` block, in a thread that has the defaults."""

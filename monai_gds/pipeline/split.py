@@ -23,7 +23,8 @@ from monai.transforms.traits import RandomizableTrait
 from monai_gds.base import stages
 from monai_gds.errors import CacheWarning
 from monai_gds.pipeline.columns import watched
-from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.parts import name_of, parts
+from monai_gds.pipeline.steady import Steady
 
 #: What a copy of random transforms shares with them.
 _SHARED = (torch.nn.Module, torch.utils.data.Dataset, MethodType)
@@ -36,13 +37,17 @@ class Split:
         compose: the pipeline.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
+        inner: the first of these that are the transforms of other datasets, which the item comes from.
+        steady: watches the deterministic ones, where what changes from call to call must not be cached; else None.
     """
 
-    def __init__(self, compose: Compose) -> None:
-        self.compose = compose
+    def __init__(self, compose: Compose, steady: bool = False, inner: Sequence[Callable[..., Any]] = ()) -> None:
+        self.compose, self.inner = compose, tuple(inner)
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
-        self.deterministic, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self._own, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self.deterministic = [*self.inner, *self._own]
+        self.steady = Steady(self.deterministic) if steady else None
 
     def settings(self) -> dict[str, Any]:
         """The settings of the pipeline that change the result of the deterministic half."""
@@ -50,9 +55,21 @@ class Split:
 
     def before(self, item: Any) -> Any:
         """Runs the deterministic transforms. Pending operations of lazy ones are applied at the end, as in MONAI."""
-        # threading=True copies transforms that are not thread-safe: several threads may load at once.
-        transforms = stages.each("transforms", self.deterministic)
-        return watched(item, lambda item: execute_compose(item, transforms, threading=True, **self._settings))
+        # threading=True copies transforms that are not thread-safe: several threads may load at once. MONAI's Dataset
+        # runs the transforms themselves.
+        threading = self.steady is None
+
+        def run(item: Any) -> Any:
+            for step in self._each(self.inner):
+                item = step(item)
+            return execute_compose(item, self._each(self._own), threading=threading, **self._settings)
+
+        return watched(item, run)
+
+    def _each(self, transforms: Sequence[Callable[..., Any]]) -> Sequence[Callable[..., Any]]:
+        """Transforms that are measured and watched, as far as somebody does."""
+        transforms = stages.each("transforms", transforms)
+        return transforms if self.steady is None else self.steady.each(transforms)
 
     def again(self, transforms: Sequence[Callable[..., Any]], item: Any) -> Any:
         """Runs deterministic transforms as :meth:`before` does, without a word of what fails."""
@@ -64,7 +81,7 @@ class Split:
 
     def first(self, count: int) -> Compose:
         """The pipeline up to the first ``count`` steps."""
-        return _tail(self.compose, [*self.deterministic, *self.steps()[:count]])
+        return _tail(self.compose, [*self._own, *self.steps()[:count]])
 
     def step(self, transform: Callable[..., Any], item: Any) -> Any:
         """Runs one step, as :meth:`after` would."""
@@ -152,11 +169,6 @@ def cacheable_after(rest: Sequence[Callable[..., Any]]) -> int:
     if not rest or isinstance(rest[0], (Transform, RandomizableTrait)):
         return 0
     return sum(1 for _ in itertools.takewhile(lambda t: not _is_random(t), rest[1:]))
-
-
-def name_of(transform: Callable[..., Any]) -> str:
-    """The name of a function, or of an object's type."""
-    return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]
 
 
 def uncached(split: Split) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from monai.apps import DecathlonDataset, MedNISTDataset, TciaDataset
 from monai.data import CacheDataset, CacheNTransDataset, LMDBDataset
@@ -20,9 +20,32 @@ from monai_gds.swap.stand_in import StandIn, divided, warn
 #: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
 _IN_MEMORY = ("_load_cache_item", "_fill_cache")
 
+#: Methods of ``PersistentDataset``, which ``CacheDataset`` does not have, and which are called here.
+_OF_PERSISTENT = ("_pre_transform", "_post_transform", "_cachecheck")
 
-class CachedItems(Sequence[Any]):
-    """The cached items of a dataset up to their random transforms, as ``CacheDataset`` has them in its ``_cache``."""
+
+def _refused(self: Any, *_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "what is cached cannot be changed: items are records on disk. set_data() takes other data. To keep items in "
+        "memory and change them, use monai.data's class before patch() is called"
+    )
+
+
+class _Item(dict[Any, Any]):
+    """A cached item, which is made for each access: a change would be lost. Copies of it are dicts."""
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refused
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class CachedItems(MutableSequence[Any]):
+    """The cached items of a dataset up to their random transforms, as ``CacheDataset`` has them in its ``_cache``.
+
+    Raises:
+        TypeError: on any change.
+    """
 
     def __init__(self, dataset: Cached) -> None:
         self._dataset = dataset
@@ -33,10 +56,14 @@ class CachedItems(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        return self._dataset._cachecheck(self._dataset.data[self._dataset._cached[index]])
+        session, place = self._dataset.session, self._dataset._cached[index]
+        found = session.begin([None], [session.data[place]], whole=True)[0].finish()
+        return _Item(found) if type(found) is dict else found
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
+
+    __setitem__ = __delitem__ = insert = _refused
 
 
 class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
@@ -49,12 +76,14 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     _theirs = CacheDataset
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for name in _IN_MEMORY:
+        for name in (*_IN_MEMORY, *_OF_PERSISTENT):
             owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
             if not owner.__module__.startswith(("monai.", "monai_gds.")):
+                what = "is not called here" if name in _IN_MEMORY else "MONAI's does not have, and is called here"
                 raise TypeError(
-                    f"{owner.__name__} overrides {name}, which is not called: a GDSDataset makes items in "
-                    "_pre_transform(item). Override that, or derive from monai.data's class before patch() is called"
+                    f"{owner.__name__} has a {name} of its own, which {what}. Make it a transform, or override "
+                    "_pre_transform in a class derived from monai_gds.GDSDataset, or derive from monai.data's class "
+                    "before patch() is called"
                 )
         given, self._given = divided(self._theirs, args, kwargs)
         self._theirs.__init__(self, *given.args, **given.kwargs)  # calls set_data
@@ -99,7 +128,7 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     @_cache.setter
     def _cache(self, items: Any) -> None:
         if len(items):
-            raise TypeError("_cache cannot be assigned: items are records. set_data() takes other data")
+            _refused(self)
 
 
 class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped

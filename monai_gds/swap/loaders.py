@@ -5,10 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
+
+from monai.data import ThreadDataLoader
 
 from monai_gds.loader import GDSDataLoader
 from monai_gds.loader.epoch import gds_datasets
+
+
+def _around(kind: type, loader: Any, of_threads: bool) -> Literal["iter", "first batch", "thread"]:
+    """Whose settings, such as ``no_grad``, MONAI's loader ``kind`` has for random transforms.
+
+    Processes have those of the thread that forks them, which ``ThreadDataLoader`` does for the first batch.
+    """
+    if kind is ThreadDataLoader and (of_threads or not loader.num_workers):
+        return "thread"
+    return "iter" if kind is not ThreadDataLoader and loader.num_workers else "first batch"
 
 
 def constructor(kind: type) -> Callable[..., None]:
@@ -29,7 +41,9 @@ def constructor(kind: type) -> Callable[..., None]:
             return original(self, *args, **kwargs)
         self.__class__ = GDSDataLoader
         named = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
-        ours(self, **named, **given.get("kwargs", {}))
+        more = given.get("kwargs", {})
+        ours(self, **named, **more)
+        vars(self)["around"] = _around(kind, self, named.get("use_thread_workers", False))
         return None
 
     return made

@@ -16,7 +16,13 @@ from monai_gds.swap.stand_in import StandIn, divided, warn
 
 
 class Plain(StandIn):
-    """Stands in for ``Dataset`` where that loads files, see :func:`gains`."""
+    """Stands in for ``Dataset`` where that loads files, see :func:`gains`.
+
+    Attributes:
+        recomputes: whether what a transform draws or keeps, though it is not marked random, must not be cached.
+    """
+
+    recomputes = True
 
 
 def gains(data: Any, transform: Any) -> bool:
@@ -57,6 +63,8 @@ def _writes(part: Any) -> bool:
 
 class Table(StandIn, CSVDataset):  # type: ignore[misc]  # MONAI is untyped
     """Stands in for ``CSVDataset`` where that loads files. The rows are items."""
+
+    recomputes = True
 
 
 class Images(ImageDataset):  # type: ignore[misc]  # MONAI is untyped

@@ -10,7 +10,7 @@ from typing import Any
 
 from monai.data import SmartCacheDataset as Theirs
 
-from monai_gds.swap.cached import Cached
+from monai_gds.swap.cached import Cached, CachedItems
 
 
 class Window(Sequence[Any]):
@@ -31,6 +31,16 @@ class Window(Sequence[Any]):
         if isinstance(index, slice):
             return [self._data[position] for position in self._positions[index]]
         return self._data[self._positions[index]]
+
+
+class _Replaced(CachedItems):
+    """The items of the window. MONAI's code replaces items in this list, of which it has the positions among all."""
+
+    def __delitem__(self, which: Any) -> None:
+        del self._dataset._positions[which]
+
+    def extend(self, positions: Any) -> None:
+        self._dataset._positions.extend(positions)
 
 
 class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyped
@@ -110,10 +120,13 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         self._all = data
         self.__dict__.pop("_positions", None)
 
-    # MONAI's code keeps items in this list, and here their positions among all.
+    @property
+    def _cached(self) -> Sequence[int]:  # type: ignore[override]  # it follows from others
+        return range(len(self._positions))
+
     @property
     def _cache(self) -> Any:
-        return self._positions
+        return _Replaced(self)
 
     @_cache.setter
     def _cache(self, positions: Any) -> None:

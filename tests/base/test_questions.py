@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monai_gds.base.questions import Answers, ask
+from tests.machines import ROOT
 
 
 def _half(question: int) -> tuple[int, int]:
@@ -78,7 +83,50 @@ def test_nobody_waits_for_answers_that_were_closed() -> None:
         if thread.name == "monai-gds-answers":
             thread.join(30)
     ((name, _),) = _by("fork", answers.address, [4])
-    assert name in ("FileNotFoundError", "ConnectionRefusedError")
+    assert name == "ConnectionRefusedError"
+
+
+def test_the_folder_of_temporary_files_may_have_a_long_name(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    code = (
+        "import os\n"
+        "from tests.base.test_questions import Answers, _by, _half\n"
+        "if __name__ == '__main__':\n"
+        "    answers = Answers(_half)\n"
+        "    assert _by('spawn', answers.address, [4]) == [(2, os.getpid())]\n"
+    )
+    (tmp_path / "asks.py").write_text(code)
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, tmp_path / "asks.py"], env=environment, check=True)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_silence_keeps_nobody_waiting() -> None:
+    answers, context = Answers(_half), multiprocessing.get_context("fork")
+    came, stop, found = context.Event(), context.Event(), context.Queue()
+
+    def stranger() -> None:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as door:
+            door.connect(answers.address)
+            came.set()
+            stop.wait()
+
+    silent = context.Process(target=stranger)
+    asking = context.Process(target=_asked, args=(answers.address, [4], found))
+    silent.start()
+    try:
+        assert came.wait(30)
+        asking.start()
+        assert found.get(timeout=20) == (2, os.getpid())
+    finally:
+        for child in (silent, asking):
+            if child.pid is not None:
+                child.kill()
+                child.join()
+        answers.close()
 
 
 def test_whoever_asks_while_it_is_closed_is_told_though_a_sibling_has_the_connection_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,58 @@ def test_a_module_whose_error_is_its_own(script: Path, tmp_path: Path) -> None:
     done, (found,) = run(script.parent, "-m", "train", "--fail")
     assert (done.returncode, found["here"][2], found["argv"][1:]) == (1, "__main__", ["--fail"])
     assert "ValueError: of the script" in done.stderr and "monai_gds/" not in done.stderr
+
+
+LATE = """
+import atexit, json, pickle, sys, threading
+
+
+class Mine:
+    pass
+
+
+def sent(place):
+    again = pickle.loads(pickle.dumps(Mine()))
+    print(json.dumps({place: [type(again).__module__, type(again) is sys.modules["__main__"].Mine]}))
+
+
+def when_it_has_ended():
+    threading.main_thread().join()
+    sent("thread")
+
+
+atexit.register(sent, "atexit")
+threading.Thread(target=when_it_has_ended).start()
+"""
+
+
+def test_threads_and_exit_handlers_that_outlive_the_last_line_are_in_the_script(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    done, found = run(tmp_path, "late.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert found == [{place: ["__main__", True]} for place in ("thread", "atexit")]
+
+
+def test_ctrl_c_shows_where_the_script_was(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)  # here\n")
+    done, _ = run(tmp_path, "stopped.py")
+    assert done.returncode == -signal.SIGINT
+    assert "os.kill(os.getpid(), signal.SIGINT)  # here" in done.stderr
+    assert "KeyboardInterrupt" in done.stderr and "monai_gds" not in done.stderr
+
+
+def test_options_of_python_stay(tmp_path: Path) -> None:
+    names = '{"O": sys.flags.optimize, "W": sys.warnoptions, "u": sys.stdout.write_through}'
+    (tmp_path / "options.py").write_text(f"import json, sys\nprint(json.dumps({names}))\n")
+    _, found = run(tmp_path, "options.py", before=("-u", "-O", "-W", "error::UserWarning"), PYTHONUNBUFFERED="")
+    assert found == [{"O": 1, "W": ["error::UserWarning"], "u": True}]
+
+
+def test_a_script_that_imports_ours_first(tmp_path: Path) -> None:
+    imports = "import json\nfrom monai_gds import GDSDataset\nfrom monai.data import CacheDataset\n"
+    (tmp_path / "first.py").write_text(f"{imports}print(json.dumps({{'at': CacheDataset.__mro__[1].__module__}}))\n")
+    done, found = run(tmp_path, "first.py")
+    assert found == [{"at": "monai_gds.swap.cached"}], done.stderr
 
 
 @pytest.mark.long

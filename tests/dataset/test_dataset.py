@@ -50,6 +50,7 @@ from monai_gds import (
     PopulateError,
     UnsupportedType,
 )
+from monai_gds.folder import budget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.maintenance import survey
 from monai_gds.folder.writer import process_writer
@@ -719,6 +720,36 @@ def test_strict_is_an_error_on_a_full_disk_and_a_read_only_one(make: Make, tmp_p
         read_only(small)
         with pytest.raises(NotSaved, match=r"strict=True.*Read-only"):
             make(cache=small, strict=True)
+
+
+@pytest.mark.parametrize("whose", ["argument", "folder"])
+def test_strict_is_an_error_where_the_budget_leaves_no_room(make: Make, tmp_path: Path, whose: str) -> None:
+    def limited(nbytes: int, **settings: Any) -> GDSDataset:
+        if whose == "argument":
+            return make(cache=tmp_path / "cache", strict=True, max_bytes=nbytes, **settings)
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        budget.write(tmp_path / "cache", nbytes)
+        return make(cache=tmp_path / "cache", strict=True, **settings)
+
+    remedy = "raise max_bytes" if whose == "argument" else "monai-gds cache budget"
+    with pytest.raises(NotSaved, match=rf"strict=True, and nothing can be saved in .*cache: its budget.*{remedy}"):
+        limited(100)
+    first = limited(1 << 30)
+    assert first.is_cached(0) and not first.is_cached(1)
+    _ = first[0]  # in use, so that it makes no room
+    size = records(tmp_path / "cache")[0].stat().st_size
+    with pytest.raises(NotSaved, match=r"no room for a record.*beside those that are in use"):
+        limited(size + 100)
+    with pytest.warns(CacheWarning, match="computed in every epoch"), pytest.raises(NotSaved, match="leaves out"):
+        limited(2 * size + 100, populate=True)
+    limited(1 << 30, populate=True)
+    limited(size)  # everything is there
+
+
+def test_strict_leaves_an_item_that_fails_to_whoever_reads_it(make: Make, tmp_path: Path) -> None:
+    dataset = make(mt.Lambda(lambda item: 1 // 0), cache=tmp_path / "cache", strict=True, max_bytes=1 << 30)
+    with pytest.raises(RuntimeError, match="Lambda"):
+        _ = dataset[0]
 
 
 @pytest.mark.parametrize("how", [str, Path])

@@ -63,6 +63,32 @@ def test_what_no_record_holds_is_a_warning_unless_it_is_to_be_an_error(tmp_path:
         GDSDataset(items, steps, tmp_path, "cpu", populate=True, options={"unsupported": "error"})
 
 
+class Late(GDSDataset):
+    """Sets what it needs after the base class's constructor."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.factor = 3
+
+    def _pre_transform(self, item: Any) -> Any:
+        item = super()._pre_transform(item)
+        return {**item, "image": item["image"] * self.factor}
+
+
+class LateWithDefault(Late):
+    factor = 1
+
+
+def test_a_subclass_that_sets_what_it_needs_too_late_is_told_where(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(PopulateError, match="no attribute 'factor'") as caught:
+        Late(items, transform(), tmp_path / "cache", "cpu", populate=True)
+    assert "call self.populate() at the end of __init__" in "".join(caught.value.__notes__)
+    expected = GDSDataset(items, transform(), None, "cpu")[0]["image"].mean()
+    # What was computed with the class's own value is not served.
+    late = LateWithDefault(items, transform(), tmp_path / "cache", "cpu", populate=True)
+    assert torch.allclose(late[0]["image"].mean(), 3 * expected)
+
+
 def test_no_rank_waits_for_another(tmp_path: Path) -> None:
     """A validation set is often made on rank 0 only."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)

@@ -73,6 +73,14 @@ def test_batches_are_made_in_inference_mode(dataset: GDSDataset) -> None:
     assert not batch["image"].is_inference()
 
 
+def test_workers_have_inference_mode_and_compute_what_is_cached_without(dataset: GDSDataset) -> None:
+    held = [*settings(), False]
+    for _ in range(2):
+        with torch.inference_mode():
+            found = next(iter(GDSDataLoader(dataset, 1, collate_fn=first)))
+        assert found["inference"] and found["cached"] == held
+
+
 @pytest.mark.parametrize("context", [CONTEXTS[0], CONTEXTS[2]], ids=["no_grad", "autocast"])
 def test_workers_have_them_too(dataset: GDSDataset, context: Context) -> None:
     with context():

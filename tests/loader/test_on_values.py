@@ -206,6 +206,23 @@ def test_a_random_sequence_belongs_to_its_seed_and_epoch(make: Make) -> None:
     assert not drawn & {tuple(map(float, values)) for batch in other for values in zip(*batch["drawn"], strict=True)}
 
 
+class Careless(mt.Transform):  # type: ignore[misc]
+    """Draws what it does not use, as TorchIO's transforms do."""
+
+    def __call__(self, data: Any) -> Any:
+        np.random.rand(), random.random(), torch.rand(()), mt.Randomizable.R.rand()
+        return data
+
+
+def test_an_epoch_that_fills_the_cache_draws_as_the_next_ones(make: Make) -> None:
+    dataset = make(Careless(), *augment())
+    cold, warm = two_epochs(dataset, 2), two_epochs(dataset, 2)
+    for one in (*cold, *warm):
+        for batch in one:
+            del batch["made by"]
+    assert_same(cold, warm)
+
+
 def test_the_generator_of_the_loader_seeds_the_epoch(make: Make) -> None:
     def epoch(seed: int) -> Any:
         loader = load(make(*augment()), generator=torch.Generator().manual_seed(seed))
@@ -727,6 +744,22 @@ def test_an_error_of_what_stays_here_names_the_item(make: Make) -> None:
     with pytest.raises(RuntimeError, match="applying transform") as caught:
         list(load(make(mt.RandFlipd("image"), OnCuda(), Odd("fail"))))
     assert "while computing item 3 of the dataset" in "".join(caught.value.__notes__)
+
+
+class WithAnEnd(GDSDataset):
+    """Adds something after the random transforms."""
+
+    def _post_transform(self, item_transformed: Any) -> Any:
+        return {**super()._post_transform(item_transformed), "ended": True}
+
+
+def test_a_subclass_that_ends_items_itself_is_not_divided(tmp_path: Path) -> None:
+    steps = [Volume(), mt.RandFlipd("image")]
+    whole = WithAnEnd(list(range(2)), mt.Compose([*steps, Draws()]), tmp_path / "cache", "cpu")
+    assert all(all(batch["ended"]) for batch in load(whole))
+    divided = WithAnEnd(list(range(2)), mt.Compose([*steps, OnCuda()]), tmp_path / "cache", "cpu")
+    with pytest.raises(ValueError, match=r"up to OnCuda.*WithAnEnd has a _post_transform of its own.*num_workers=0"):
+        list(load(divided))
 
 
 class OnItsWay(GDSDataset):

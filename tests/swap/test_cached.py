@@ -155,7 +155,7 @@ def test_a_subclass_that_makes_items_in_memory_is_told_where_to_make_them(patche
         def _load_cache_item(self, idx: int) -> Any:
             return 0
 
-    with pytest.raises(TypeError, match=r"Mine overrides _load_cache_item.*_pre_transform"):
+    with pytest.raises(TypeError, match=r"Mine has a _load_cache_item of its own.*_pre_transform"):
         Mine([1], transform())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from monai.data import DataLoader, ThreadDataLoader, list_data_collate  # names that were imported before
-from monai.transforms import Compose, EnsureTyped, RandFlipd, RandSpatialCropSamplesd, reset_ops_id
+from monai.transforms import (
+    Compose,
+    EnsureTyped,
+    RandFlipd,
+    RandomizableTransform,
+    RandSpatialCropSamplesd,
+    reset_ops_id,
+)
 from torch.utils.data import Subset
 
 import monai_gds
@@ -77,6 +85,55 @@ def test_they_stay_monais_over_other_datasets_and_where_that_is_asked_for(tmp_pa
         assert type(Mine(ours)) is Mine and len(list(Mine(ours))) == 6
     with monai_gds.patch(tmp_path, loaders=False):
         assert type(DataLoader(ours)) is DataLoader
+
+
+class Flags(RandomizableTransform):  # type: ignore[misc]
+    """Adds the settings of the thread that it runs in."""
+
+    def __call__(self, data: Any) -> Any:
+        found = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
+        return {**data, "flags": found, "made": torch.zeros(1)}
+
+
+def flags(items: list[Any]) -> Any:
+    here = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    return items[0]["flags"], items[0]["made"].is_inference(), here, items[0]["made"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (DataLoader, {}),
+        (DataLoader, {"num_workers": 1}),
+        (ThreadDataLoader, {}),
+        (ThreadDataLoader, {"num_workers": 1}),
+        (ThreadDataLoader, {"num_workers": 1, "use_thread_workers": True}),
+    ],
+    ids=["torch loader", "workers", "thread loader", "thread loader with workers", "workers that are threads"],
+)
+def test_transforms_run_under_the_settings_that_they_have_with_monais(
+    kind: Any, arguments: dict[str, Any], mode: Any, tmp_path: Path
+) -> None:
+    """``ThreadDataLoader`` runs them in a thread, where the consumer's settings do not hold."""
+
+    def found() -> list[Any]:
+        dataset = monai.data.CacheDataset(ITEMS[:2], [EnsureTyped("image"), Flags()], progress=False)
+        loaders = [kind(dataset, collate_fn=flags, **arguments) for _ in range(3)]
+        with mode():
+            whole, begun = list(loaders[0]), iter(loaders[1])
+        outside, later = list(begun), iter(loaders[2])
+        with mode():
+            return [(*rest, made.is_inference()) for *rest, made in (*whole, *outside, *later)]
+
+    expected = found()
+    with warnings.catch_warnings(), monai_gds.patch(tmp_path):
+        warnings.simplefilter("ignore")  # workers are processes here
+        ours = found()
+    if kind is DataLoader and arguments and mode is torch.inference_mode:
+        # What a worker made is unpacked as the loop began here, and there as the consumer is now.
+        expected, ours = ([*some[:2], *(one[:-1] for one in some[2:])] for some in (expected, ours))
+    assert ours == expected
 
 
 def test_lightning_makes_them_again_with_its_own_samplers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from monai_gds.pipeline.split import Split
 from monai_gds.swap.patching import LEFT_ALONE, NAMES
 from tests.same import assert_same, same
 from tests.swap.programs import engines, loops, parts, tasks  # noqa: F401  they list their programs
-from tests.swap.programs.table import PAGE, PROGRAMS, Program, Study, plain, records, run, write
+from tests.swap.programs.table import PAGE, PROGRAMS, TIMES, Program, Study, plain, records, run, write
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,7 @@ def test_the_table_is_that_of_these_programs(tmp_path: Path) -> None:
     page.write_text(PAGE.read_text())
     write(page)
     assert page.read_text() == PAGE.read_text(), "python -m tests.swap.programs writes it again"
+    assert json.loads(TIMES.read_text())["seconds"].keys() <= PROGRAMS.keys()
 
 
 def test_every_dataset_that_runs_without_a_network_or_a_gpu_is_in_a_program() -> None:

@@ -1,4 +1,4 @@
-"""Run by Python at its start, in the processes below ``monai-gds run``: MONAI is patched as soon as it is imported.
+"""Run by Python at its start, in the processes of ``monai-gds run``: MONAI is patched as soon as it is imported.
 
 ``sitecustomize`` is a name that others use too. Theirs is run first.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _Patched(importlib.abc.Loader):
-    """Loads MONAI as its own loader does, and then patches it."""
+    """Loads a package as its own loader does, and then patches MONAI."""
 
     def __init__(self, loader: Any, arguments: dict[str, Any]) -> None:
         self._loader, self._arguments = loader, arguments
@@ -38,12 +38,12 @@ class _Patched(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds MONAI once, for :class:`_Patched`."""
+    """Finds MONAI once, for :class:`_Patched`; or ours before it, which are no longer whole where they import MONAI."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "monai" or self not in sys.meta_path:
+        if fullname not in ("monai", "monai_gds") or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)

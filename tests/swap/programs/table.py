@@ -6,6 +6,7 @@ MONAI's classes as ``md.NAME``, so that it finds what stands in for them under `
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -29,6 +30,9 @@ __all__ = ["PROGRAMS", "Program", "Study", "plain", "program", "records", "run",
 
 PAGE = ROOT / "docs/howto/moving.md"
 
+#: The measured times, in seconds by program, and where they were measured.
+TIMES = Path(__file__).with_name("times.json")
+
 #: What stands between these two in the page is the table.
 BETWEEN = r"(?<=<!-- programs -->\n).*?(?=<!-- end of programs -->)"
 
@@ -40,23 +44,26 @@ class Study:
         items: four volumes of CT-like int16 with labels 0 to 4, as paths by ``image`` and ``label``.
         data: the folder of the volumes.
         scratch: a folder for what the program writes. The cold and the warm run share it.
+        scale: how many times longer than 20 to 25 voxels the edges of the volumes are.
     """
 
-    def __init__(self, data: Path, scratch: Path) -> None:
+    def __init__(self, data: Path, scratch: Path, scale: int = 1) -> None:
         self.data, self.scratch = data, scratch
         scratch.mkdir(exist_ok=True)
         self.items = [{key: str(data / f"{key}{i}.nii.gz") for key in ("image", "label")} for i in range(4)]
         if not data.exists():
             data.mkdir()
-            self._write()
+            self._write(scale)
 
-    def _write(self) -> None:
+    def _write(self, scale: int) -> None:
         rng, affine = np.random.default_rng(0), np.diag([-1.5, 1.5, 2.0, 1.0])
         for i, item in enumerate(self.items):
-            shape = (24, 22 + i, 20)
-            nib.save(nib.Nifti1Image(rng.integers(-1000, 1000, shape, dtype=np.int16), affine), item["image"])
+            shape = np.array([24, 22 + i, 20])
+            values = rng.integers(-1000, 1000, shape * scale, dtype=np.int16)
+            nib.save(nib.Nifti1Image(values, affine), item["image"])
             label = np.zeros(shape, np.uint8)
             label[5:18, 4 + i : 20, 4:16] = rng.integers(1, 5, (13, 16 - i, 12))
+            label = np.kron(label, np.ones([scale] * 3, np.uint8))
             nib.save(nib.Nifti1Image(label, affine), item["label"])
 
 
@@ -144,10 +151,21 @@ def plain(value: Any) -> Any:
 
 
 def table() -> str:
-    """The programs as a table in Markdown."""
-    lines = ["| program | MONAI's classes | cold and warm |", "| --- | --- | --- |"]
+    """The programs as a table in Markdown, and where their times come from."""
+    measured = json.loads(TIMES.read_text())
+    head = ["program", "MONAI's classes", "cold and warm", "time, cold", "time, warm"]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for one in PROGRAMS.values():
-        lines.append(f"| {one.what} | {', '.join(f'`{name}`' for name in one.uses)} | {one.found} |")
+        times = measured["seconds"].get(one.name)
+        ratios = ["—", "—"] if times is None else [f"{times[how] / times['monai']:.1f}" for how in ("cold", "warm")]
+        cells = [one.what, ", ".join(f"`{name}`" for name in one.uses), one.found, *ratios]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = measured["about"]
+    lines += [
+        "",
+        f"Times: four volumes of {about['voxels']} voxels or a little more, the shortest of {about['rounds']} rounds,",
+        f"{about['cores']} cores with a load of {about['load']}, {about['date']}.",
+    ]
     return "\n".join([*lines, ""])
 
 
