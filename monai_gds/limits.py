@@ -17,6 +17,14 @@ from __future__ import annotations
 #: another thread costs more than reading them.
 INLINE_BYTES = 512 << 10
 
+#: Small reads in flight where each takes so long that threads mostly wait, as over NFS (``storage/latency.py``): 64 of
+#: those that were begun one by one, and 64 for each thread that reads many files by io_uring.
+SLOW_READS = 64
+
+#: Records, or images, that are begun ahead then, so that there are such reads to follow. Over 50 ms per open twice as
+#: many records came per second with 256 as with 128: while one group of 64 is awaited, others are read.
+SLOW_AHEAD = 256
+
 #: Smallest piece that a read is cut into to occupy more threads.
 MIN_PIECE_BYTES = 1 << 20
 

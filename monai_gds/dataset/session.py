@@ -99,6 +99,11 @@ class Runtime:
             return None  # the keys of this process are of what the transforms were
         return self.sent if self.keys is None else self.keys.sent()
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the cache is so slow to answer that many records should be begun at once."""
+        return self.cache is not None and self.cache.is_slow
+
     def may_write_later(self) -> bool:
         """Whether this process may write after it has gone on.
 

@@ -134,6 +134,8 @@ def directory(place: Place, unwritable: str) -> Finding:
         words = [f"{place.folder}: {mount.kind} on {mount.source}{model}, mounted at {mount.point}"]
     unit, size = ("GB", 1e9) if place.nbytes >= 1e9 else ("MB", 1e6)
     words.append(f"{place.free_bytes / size:.1f} of {place.nbytes / size:.1f} {unit} free")
+    if drive is not None and drive.errors:
+        words.append("the drive counts " + ", ".join(f"{count} {what}" for what, count in drive.errors.items()))
     if place.asked.absolute() != place.folder:
         words.insert(0, f"{place.asked} does not exist yet")
     details = {
@@ -147,6 +149,7 @@ def directory(place: Place, unwritable: str) -> Finding:
         "options": mount.options if mount else None,
         "drive": drive.name if drive else None,
         "nvme": bool(drive and drive.is_nvme),
+        "errors": dict(drive.errors) if drive else {},
         "number": place.number or None,
         "writable": not unwritable,
     }
@@ -166,6 +169,11 @@ def _advice_on(place: Place) -> str:
         return "it is part of the container and deleted with it: mount a drive of the host, --volume /nvme/cache:/cache"
     if kind in _NETWORKED:
         return "it is on another machine: a local drive serves cached epochs better"
+    if place.drive is not None and place.drive.errors:
+        return (
+            "on a CPU target, a page of a mapped record that cannot be read ends the process (SIGBUS): give "
+            "CacheOptions(mmap=False), with which such a record is computed again, and replace the drive if it fails"
+        )
     if place.drive is not None and place.drive.rotates:
         return "it is on a spinning disk: records that do not fit into the page cache are read slowly"
     if place.free_bytes < 1 << 30:

@@ -9,6 +9,8 @@ names in libcufile 1.20.
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import grp
 import os
 import platform
@@ -16,13 +18,15 @@ import pwd
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monai_gds.base.file_systems import Mount, mounts
+from monai_gds.base.file_systems import Mount, mounts, opened
 
 #: Properties of a block device that libcufile looks up in udev's database.
 UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
@@ -43,6 +47,7 @@ class Drive:
     name: str  # of the whole disk in /dev: nvme0n1, sda, dm-0
     model: str  # empty if unknown
     rotates: bool  # as the kernel reports it; False for a hypervisor's disk, where that means nothing
+    errors: Mapping[str, int]  # its counters of errors that are not zero, by what they count
 
     @property
     def is_nvme(self) -> bool:
@@ -133,7 +138,19 @@ class Machine:
             whole = whole.parent
         is_virtual = whole.name.startswith(("vd", "xvd"))
         rotates = _text(whole / "queue/rotational").strip() == "1"
-        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual)
+        errors = {what: count for what, count in self._errors(whole, folder.resolve().name) if count}
+        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual, errors)
+
+    def _errors(self, whole: Path, name: str) -> Iterator[tuple[str, int]]:
+        """What the kernel and the drive count: the disk's folder in sysfs, and the name of its partition."""
+        for what, file in {
+            "failed commands": whole / "device/ioerr_cnt",
+            "commands that timed out": whole / "device/iotmo_cnt",
+            "errors of the file system": self.root / "sys/fs/ext4" / name / "errors_count",
+        }.items():
+            yield what, int(_text(file).strip() or "0", 0)
+        if whole.name.startswith("nvme"):
+            yield "unreadable blocks", _media_errors(self.root / "dev" / whole.name)
 
     @cached_property
     def driver(self) -> Driver | None:
@@ -213,6 +230,18 @@ class Machine:
         if not wanted and not re.search(r'"use_pci_p2pdma"\s*:\s*true', settings):
             lacking.append(("cuFile's setting", f'in {file}: {{"properties": {{"use_pci_p2pdma": true}}}}'))
         return lacking
+
+
+def _media_errors(node: Path) -> int:
+    """What an NVMe drive counts in its SMART log as errors of the medium; 0 if only root may ask."""
+    log = ctypes.create_string_buffer(512)
+    # struct nvme_passthru_cmd of linux/nvme_ioctl.h: Get Log Page 2, 128 words, of the controller
+    command = struct.pack(
+        "=BxxxIIIQQII6III", 2, 0xFFFFFFFF, 0, 0, 0, ctypes.addressof(log), 0, len(log), 127 << 16 | 2, *[0] * 7
+    )
+    with suppress(OSError), opened(node, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) as fd:
+        fcntl.ioctl(fd, 0xC0484E41, command)  # NVME_IOCTL_ADMIN_CMD
+    return int.from_bytes(log.raw[160:176], "little")
 
 
 def _name(look_up: Callable[[int], Any], number: int) -> str:

@@ -129,6 +129,11 @@ class CacheDirectory:
             writer.wait_for(path)
         return start(self._reader, paths, first)
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether its drive is so slow to answer that many records should be begun at once."""
+        return self._storage.is_slow
+
     def warm(self) -> None:
         """Loads now what the first read of a record loads, if that is much."""
         if self.compression.codec:

@@ -60,7 +60,7 @@ class FileReader:
         coming = iter(batches)
         try:
             while True:
-                while len(under_way) <= limits.READ_AHEAD_BATCHES and (indices := next(coming, None)) is not None:
+                while self._has_room(under_way) and (indices := next(coming, None)) is not None:
                     under_way.append((indices, self._start(indices)))
                 if not under_way:
                     return
@@ -68,6 +68,10 @@ class FileReader:
                 under_way.popleft()
         finally:
             _settle(under_way)
+
+    def _has_room(self, under_way: Sequence[tuple[np.ndarray, Fetch]]) -> bool:
+        few = self._storage.is_slow and sum(len(indices) for indices, _ in under_way) < limits.SLOW_AHEAD
+        return few or len(under_way) <= limits.READ_AHEAD_BATCHES
 
     def _start(self, indices: np.ndarray) -> Fetch:
         sizes: np.ndarray = self.images.sizes[indices]

@@ -12,6 +12,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.stages import Watch
 from monai_gds.dataset.broken import Skipping, is_of_memory
@@ -279,7 +280,11 @@ class ReadAhead:
     def _arrived(self) -> Begun | Programmed:
         """The next item of the current batch, up to its random transforms. Waits for its worker, if one draws it."""
         if self._programs is None:
-            while (room := self._room()) and (self._waiting or self._draw()):
+            while (room := self._room()) >= (least := self._least_room()):
+                while len(self._waiting) < least and self._draw():
+                    pass
+                if not self._waiting:
+                    break
                 self._begin(min(room, len(self._waiting)))
         else:
             while len(self._waiting) < self._programs.window and self._draw():
@@ -306,6 +311,15 @@ class ReadAhead:
             self._most_bytes = self._most_bytes or self._bytes_for()
             fit = (self._most_bytes - nbytes) // self._last
         return max(min(self._most_records - records, fit), 0 if records else 1)
+
+    def _least_room(self) -> int:
+        """For how many records there must be room before any is begun. Where reads take long, many are begun together:
+        their heads are read at the same time, and then they are.
+        """
+        upcoming = self._current[0]
+        if upcoming.begun is None or not upcoming.dataset.session.runtime.is_slow:
+            return 1
+        return max(1, min(self._most_records // 2, limits.SLOW_READS))
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
         """Counts records, and replaces the bytes that were counted for one of them."""

@@ -290,9 +290,9 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
     def records_in_flight(self, batch: int | None = None) -> int:
         """How many records may be in flight with batches of this size (default: the loader's ``batch_size``)."""
-        return self.prefetch or max(
-            limits.PREFETCH_RECORDS, (1 + self.batches_waiting()) * (batch or self.batch_size or 1)
-        )
+        slow = any(part.session.runtime.is_slow for part in gds_datasets(self.dataset))
+        least = limits.SLOW_AHEAD if slow else limits.PREFETCH_RECORDS
+        return self.prefetch or max(least, (1 + self.batches_waiting()) * (batch or self.batch_size or 1))
 
     def bytes_in_flight(self, device: torch.device) -> int:
         """How many bytes of records may be in flight to a device. Begins to use CUDA, for a CUDA device."""

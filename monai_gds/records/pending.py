@@ -54,15 +54,17 @@ def start(reader: RecordReader, paths: Sequence[str], first: First = "all") -> l
         return [_started(reader, paths[0], first)]
     found: list[PendingItem | None] = [None] * len(paths)
     together: list[tuple[int, RecordHead, bool]] = []
+    slow = reader.storage.is_slow
+    heads = reader.all_heads(paths) if slow else {}
     for i, path in enumerate(paths):
-        head = reader.heads.get(path)
+        head = heads.get(path) or reader.heads.get(path)
         small = head is not None and not head.tiles and head.file.size <= limits.TOGETHER_RECORD_BYTES
         if head is not None and small and first != "head":
             verify = reader.must_verify(path, head.file)
-            if verify or not reader.on_cpu:
+            if verify or slow or not reader.on_cpu:
                 together.append((i, head, verify))
                 continue
-        found[i] = _started(reader, path, first)
+        found[i] = _started(reader, path, first, head)
     for group in in_groups(together, lambda small: small[1].file.size, limits.TOGETHER_RECORDS, limits.TOGETHER_BYTES):
         reads = Reads.join([head.table.reads.at(paths[i], head.file) for i, head, _ in group])
         pending, tensor = reader.storage.load(reads), 0
@@ -72,17 +74,17 @@ def start(reader: RecordReader, paths: Sequence[str], first: First = "all") -> l
     return found
 
 
-def _started(reader: RecordReader, path: str, first: First) -> PendingItem | None:
+def _started(reader: RecordReader, path: str, first: First, head: RecordHead | None = None) -> PendingItem | None:
     tries = TRIES
     while tries:
         try:
-            head = reader.head(path)
+            head = head or reader.head(path)
             begun = None if first == "head" else reader.begin(path, head, head.rest if first == "rest" else head.table)
             if begun is not None and reader.on_cpu and begun.pending.done and (errors := begun.pending.errors):
                 raise errors[0]
             return PendingItem(reader, path, head, begun, first)
         except Exception as e:
-            tries = reader.give_up(path, e, tries)
+            tries, head = reader.give_up(path, e, tries), None
     return None
 
 

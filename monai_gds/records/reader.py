@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -92,6 +93,17 @@ class RecordReader:
             if self._on_first_read is not None:
                 self._on_first_read(_digest(path))
         return head
+
+    def all_heads(self, paths: Sequence[str]) -> dict[str, RecordHead]:
+        """The heads of records, read at the same time where they are not in memory; without those that fail."""
+        found: dict[str, RecordHead] = {}
+
+        def find(path: str) -> None:
+            with suppress(Exception):  # it comes again when the record is read alone
+                found[path] = self.head(path)
+
+        self.storage.each(find, [path for path in paths if self.heads.get(path) is None])
+        return found
 
     def examine(self, path: str) -> tuple[Header, RecordHead]:
         """Reads the header of a record, and all else that its head holds, from the file.

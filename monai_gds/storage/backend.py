@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from monai_gds.storage import files, staging
 from monai_gds.storage.files import Buffer, Expected, FileId
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
+
+T = TypeVar("T")
 
 #: Why a backend that reads into GPU memory does not work for a CPU target.
 CUDA_ONLY = "it serves CUDA targets only"
@@ -129,6 +131,16 @@ class Backend(ABC):
             reads: any number, of any files, offsets and lengths. A length of zero still needs an existing file.
             into: the destinations: 1-D contiguous uint8 tensors, no smaller than ``reads.sizes``.
         """
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether small reads take so long that many should be in flight at once, as over NFS."""
+        return False
+
+    def each(self, do: Callable[[T], None], over: Sequence[T]) -> None:
+        """Calls ``do``, which raises nothing, for each of several; for many at once where :attr:`is_slow`."""
+        for one in over:
+            do(one)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Allocates memory that this backend fills fastest: a 1-D uint8 tensor on the device, ``nbytes`` or longer.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import traceback
 import weakref
 from abc import abstractmethod
@@ -29,6 +30,7 @@ from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan, staging
 from monai_gds.storage.backend import Backend, check_threads
 from monai_gds.storage.files import Expected
+from monai_gds.storage.latency import Latency
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.reads import Reads
 
@@ -189,7 +191,8 @@ class BlockingBackend(Backend):
 
     Args:
         device: where destinations live.
-        threads: reads in flight at once; default: one per core, at least 4 and at most 8.
+        threads: reads in flight at once; default: one per core, at least 4 and at most 8, but 64 while small reads
+            take long.
 
     Raises:
         ValueError: ``threads`` is not positive.
@@ -211,8 +214,10 @@ class BlockingBackend(Backend):
         super().__init__(device)
         check_threads(threads)
         self.threads = threads or max(4, min(8, os.cpu_count() or 4))
+        self.latency = Latency()
+        self._most_threads = threads or max(self.threads, limits.SLOW_READS)
         self._under_way: weakref.WeakSet[Work[Any]] = weakref.WeakSet()
-        self._executor: ThreadPoolExecutor | None = None
+        self._executors: dict[int, ThreadPoolExecutor] = {}  # by their number of threads
         self._lock = threading.Lock()
 
     # What a backend implements, besides ``_open`` and ``_close`` unless it reads from a plain descriptor.
@@ -238,7 +243,7 @@ class BlockingBackend(Backend):
         work = self._work(reads, into, pending)
         if not len(work):
             pending.finish()
-        elif self.device.type == "cpu" and reads.total <= limits.INLINE_BYTES:
+        elif self.device.type == "cpu" and reads.total <= limits.INLINE_BYTES and not self.is_slow:
             work.run()
         else:
             self._run_in_threads(work)
@@ -248,6 +253,8 @@ class BlockingBackend(Backend):
         reads = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
         size = plan.share(reads.total, self._idle_threads(), limits.MIN_PIECE_BYTES, self._largest_piece(reads))
         pieces = plan.cut(reads, size)
+        if self.latency.is_unknown and len(reads.paths) > self.group_reads:
+            self._try_one(reads)
         # The parts for host and device open their files separately: otherwise all would stay open until the second.
         parts = [
             (part, OpenFiles(part, part.per_file(), self._open, self._close)) for part in plan.by_side(pieces, into)
@@ -255,7 +262,7 @@ class BlockingBackend(Backend):
         groups = [
             (part[which], opened)
             for part, opened in parts
-            for which in plan.group(part, self.group_bytes, self.group_reads, limits.MIN_PIECE_BYTES)
+            for which in plan.group(part, self.group_bytes, self._reads_per_group(part), limits.MIN_PIECE_BYTES)
         ]
         # A backend that writes to the device by itself bypasses the copy stream: it waits, on the host, for the work
         # that is queued there by now.
@@ -285,6 +292,21 @@ class BlockingBackend(Backend):
         with self._lock:
             self._under_way.add(work)
         return work
+
+    @property
+    def is_slow(self) -> bool:
+        return self.latency.is_long
+
+    def _try_one(self, reads: Reads) -> None:
+        """Times the opening of a file, before many are shared out among threads for the first time."""
+        begin = time.perf_counter()
+        with suppress(Exception):  # which come again when the file is read
+            self._close(self._open(reads.paths[0], reads.expected[0]))
+            self.latency.note(time.perf_counter() - begin)
+
+    def _reads_per_group(self, pieces: Reads) -> int:
+        """Most pieces that one thread reads one after another: where each takes long, a share for every thread."""
+        return -(-len(pieces) // self._most_threads) if self.is_slow else self.group_reads
 
     def _idle_threads(self) -> int:
         """How many threads have nothing to do, at least one. Reads are cut for no more than these.
@@ -322,7 +344,10 @@ class BlockingBackend(Backend):
             file, offset, dest = pieces[0]
             try:
                 if not pending.failed(file):
+                    begin = time.perf_counter()
                     self._fill(opened.handle(file), opened.path(file), offset, dest)
+                    if dest.numel() <= limits.INLINE_BYTES:
+                        self.latency.note(time.perf_counter() - begin)
             except Exception as e:
                 pending.fail(file, naming_file(e, opened.path(file)))
             pieces.popleft()
@@ -336,15 +361,23 @@ class BlockingBackend(Backend):
                 raise files.ends_early(offset + done, total - done, path)
             done += count
 
+    def each(self, do: Callable[[T], None], over: Sequence[T]) -> None:
+        if len(over) < 2 or not self.is_slow:
+            return super().each(do, over)
+        done = Pending([], torch.device("cpu"))
+        self._run_in_threads(Work(over, do, done.finish))
+        done.wait()
+
     def _run_in_threads(self, work: Work[Any]) -> None:
         """Processes the work in the pool of threads, or in this thread if no other can be started."""
         to_run = [work.run]
+        threads = self._most_threads if self.is_slow else self.threads
         try:
             with self._lock:
-                if self._executor is None:
-                    self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix=f"monai-gds-{self.name}")
-                executor = self._executor
-            for _ in range(min(self.threads, len(work))):
+                if threads not in self._executors:
+                    self._executors[threads] = ThreadPoolExecutor(threads, f"monai-gds-{self.name}")
+                executor = self._executors[threads]
+            for _ in range(min(threads, len(work))):
                 executor.submit(_run_each, to_run)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
             try:
@@ -354,8 +387,8 @@ class BlockingBackend(Backend):
 
     def close(self) -> None:
         with self._lock:
-            executor, self._executor = self._executor, None
-        if executor is not None:
+            executors, self._executors = self._executors, {}
+        for executor in executors.values():
             executor.shutdown(wait=True)
 
     def describe(self) -> dict[str, Any]:

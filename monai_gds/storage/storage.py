@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -16,6 +16,8 @@ from monai_gds.storage.backend import Backend
 from monai_gds.storage.files import Buffer, FileId
 from monai_gds.storage.pending import Pending, Unpacked
 from monai_gds.storage.reads import Reads, check_destinations
+
+T = TypeVar("T")
 
 
 @final
@@ -153,6 +155,16 @@ class Storage:
         """
         self._check_process()
         return self._backend.head(path, nbytes)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether small reads take so long, as over NFS, that many should be in flight at once."""
+        return self._backend.is_slow
+
+    def each(self, do: Callable[[T], None], over: Sequence[T]) -> None:
+        """Calls ``do``, which reads and raises nothing, for each of several; for many at once where :attr:`is_slow`."""
+        self._check_process()
+        self._backend.each(do, over)
 
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool = False, mode: int = 0o666) -> None:
         """Writes the buffers back to back as the whole content of the new file ``path``; see :meth:`Backend.write`.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import grp
 import os
 import pwd
+import struct
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +45,46 @@ def test_a_spinning_disk_is_told_and_a_virtual_one_is_not_believed(laid: Laid, n
     laid.drive("8:0", name, rotates=True)
     assert advice in laid.findings(answers())["directory"].remedy
     assert bool(laid.findings(answers())["directory"].remedy) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("sys/devices/pci0/sda/device/ioerr_cnt", "0x1f\n", "31 failed commands"),
+        ("sys/devices/pci0/sda/device/iotmo_cnt", "0x2\n", "2 commands that timed out"),
+        ("sys/fs/ext4/sda1/errors_count", "4\n", "4 errors of the file system"),
+        ("sys/fs/ext4/sda/errors_count", "4\n", ""),
+        ("sys/devices/pci0/sda/device/ioerr_cnt", "0x0\n", ""),
+    ],
+)
+def test_a_drive_that_counts_errors_is_told_with_what_survives_them(
+    laid: Laid, file: str, text: str, found: str
+) -> None:
+    laid.mount("ext4", "8:1", "/dev/sda1")
+    laid.drive("8:1", "sda", partition="sda1")
+    laid.file(file, text)
+    row = laid.findings(answers())["directory"]
+    assert found in row.found
+    assert row.status is (Status.NOTE if found else Status.OK)
+    assert ("CacheOptions(mmap=False)" in row.remedy) == ("SIGBUS" in row.remedy) == bool(found)
+    assert bool(row.details["errors"]) == bool(found)
+
+
+def test_an_nvme_drive_is_asked_for_its_errors(laid: Laid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: what linux/nvme_ioctl.h asks for, and where the NVMe specification has the answer."""
+    laid.on_nvme()
+    laid.file("dev/nvme0n1")
+    assert laid.findings(answers())["directory"].status is Status.OK, "not a device: it does not answer"
+
+    def answer(fd: int, request: int, command: bytes) -> None:
+        opcode, nsid, address, nbytes, page = struct.unpack("=B3xI8x8xQ4xII28x", command)
+        assert (request, opcode, nsid, nbytes, page) == (0xC0484E41, 2, 0xFFFFFFFF, 512, 0x007F0002)
+        ctypes.memmove(address + 160, (7).to_bytes(16, "little"), 16)
+
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    row = laid.findings(answers())["directory"]
+    assert "the drive counts 7 unreadable blocks" in row.found
+    assert row.details["errors"] == {"unreadable blocks": 7}
 
 
 # Sharing.

@@ -5,24 +5,30 @@ A sound record is taken apart, some of its parts are replaced by what the gramma
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
 from monai_gds.base.checksum import checksum
 from monai_gds.base.dtypes import DTYPES
+from monai_gds.errors import MonaiGdsError
 from monai_gds.items import table
-from monai_gds.records.header import CRC
+from monai_gds.records.header import CRC, TABLE, RunsKey
 from monai_gds.storage import ALIGNMENT
+from monai_gds.tiles import blosc
+from monai_gds.tiles.tiles import Layout
 
-__all__ = ["TEXTS", "Parts", "dumps", "mutated", "records"]
+__all__ = ["TEXTS", "Parts", "dumps", "mutated", "records", "sound"]
 
 #: Texts that mean something to somebody: dtypes, tags, names of entries, places, terminals.
 TEXTS = [
@@ -80,13 +86,15 @@ def _some(shape: list[int]) -> int:
     return min(8, max(0, math.prod(shape)))
 
 
+_TAGS = [tag for tag in table.ROWS if isinstance(tag, str)]
+
 #: Nodes of an item tree: every tag over anything, and those of tensors and arrays over what nearly makes sense.
 nodes = st.recursive(
     _scalars,
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from([*table.ROWS, "name", "numpy", "tiles", "a"]), inner, max_size=2)
-        | st.dictionaries(st.sampled_from([*table.ROWS]), st.lists(inner, max_size=5), min_size=1, max_size=1)
+        | st.dictionaries(st.sampled_from([*_TAGS, "name", "numpy", "tiles", "a"]), inner, max_size=2)
+        | st.dictionaries(st.sampled_from(_TAGS), st.lists(inner, max_size=5), min_size=1, max_size=1)
     ),
     max_leaves=8,
 ) | st.one_of(
@@ -253,27 +261,90 @@ def _bytes(draw: st.DrawFn, parts: Parts) -> None:
         data = data[: draw(st.integers(0, len(data)))]
         parts.entries[name]["shape"] = [len(data)]
     parts.data[name] = bytes(data)
-    if not name.startswith("__"):
-        _sound_tiles(parts, name)
+    sound(parts)
+
+
+def sound(parts: Parts) -> None:
+    """The checksums of all tiles, and of all blocks of runs, so that their streams reach the codec."""
+    for name in list(parts.data):
+        with contextlib.suppress(LookupError, TypeError, ValueError, ArithmeticError, MonaiGdsError):  # made so
+            if name.startswith(TABLE):
+                _sound_tiles(parts, name.removeprefix(TABLE))
+            elif (key := RunsKey.of_table(name)) is not None:
+                _sound_runs(parts, *key.entries)
 
 
 def _sound_tiles(parts: Parts, name: str) -> None:
-    """The checksums of the tiles of a tensor, so that its streams reach the codec."""
-    table = parts.data.get(f"__tiles.{name}")
-    if not table:
-        return
-    layout = _layout_of(parts.metadata["tree"], name)
-    if layout is None:
-        return
-    grid = [-(-n // t) for n, t in zip([1, 1, 1, *layout["shape"]][-3:], layout["tile"], strict=True)]
-    count = math.prod(grid) * math.prod(layout["shape"][:-3])
-    found, at = np.frombuffer(bytearray(table), np.uint8), 16
-    sizes, crcs = found[: 4 * count].view(np.int32), found[4 * count : 8 * count].view(np.uint32)
-    for tile, size in enumerate(sizes.tolist()):
+    layout = Layout.of_node(_layout_of(parts.metadata["tree"], name))
+    table = np.frombuffer(bytearray(parts.data[TABLE + name]), np.uint8)
+    sizes, crcs = np.split(table[: 8 * layout.count].view(np.int32), 2)
+    _sum_up(sizes, crcs, parts.data[name], 16, lambda size: (size + 4 + 15) // 16 * 16)
+    parts.data[TABLE + name] = table.tobytes()
+
+
+def _sound_runs(parts: Parts, name: str, blocks: str) -> None:
+    table = np.frombuffer(bytearray(parts.data[name]), np.uint8)
+    runs, per_block = table[:8].view(np.uint32).tolist()
+    sizes, crcs = np.split(table[12 : 12 + 8 * -(-runs // per_block)].view(np.int32), 2)
+    _sum_up(sizes, crcs, parts.data[blocks], 0, lambda size: size)
+    parts.data[name] = table.tobytes()
+
+
+def _sum_up(sizes: np.ndarray, crcs: np.ndarray, data: bytes, at: int, step: Callable[[int], int]) -> None:
+    for i, size in enumerate(sizes.tolist()):
         if size > 0:
-            crcs[tile] = zlib.crc32(parts.data[name][at : at + size])
-            at += (size + 4 + 15) // 16 * 16
-    parts.data[f"__tiles.{name}"] = found.tobytes()
+            crcs.view(np.uint32)[i] = zlib.crc32(data[at : at + size])
+            at += step(size)
+
+
+def _streams(draw: st.DrawFn, parts: Parts) -> None:
+    """Streams of the tiles of a tensor that the codec takes, of any values, such as indices beyond the palette."""
+    name = draw(st.sampled_from([name.removeprefix(TABLE) for name in parts.data if name.startswith(TABLE)]))
+    layout = Layout.of_node(_layout_of(parts.metadata["tree"], name))
+    shape = layout.count, layout.tile_bytes // layout.packed_dtype.itemsize
+    if math.prod(shape) > 1 << 20:
+        return
+    random = np.random.default_rng(draw(st.integers(0, 1000)))
+    most = draw(st.sampled_from([1, layout.values or 1, layout.values + 1, 200, 1 << 15]))
+    numbers = random.integers(0, most, shape).repeat(draw(st.sampled_from([1, 50])), 1)[:, : shape[1]]
+    done = blosc.compress(torch.from_numpy(numbers).to(layout.packed_dtype), layout.codec)
+    table = np.frombuffer(bytearray(parts.data[TABLE + name]), np.uint8)
+    table[: 4 * layout.count].view(np.int32)[:] = done.sizes
+    streams = [
+        done.data[at : at + size].tobytes() for at, size in zip(done.starts, done.sizes, strict=True) if size > 0
+    ]
+    data = bytes(16) + b"".join(stream + bytes(-len(stream) % 16 or 16) for stream in streams)
+    _put(parts, {TABLE + name: table.tobytes(), name: data})
+
+
+def _runs(draw: st.DrawFn, parts: Parts) -> None:
+    """Runs of other lengths and values than the label has; the table counts what they hold."""
+    key = draw(st.sampled_from([key for name in parts.data if (key := RunsKey.of_table(name))]))
+    name, blocks = key.entries
+    table = np.frombuffer(bytearray(parts.data[name]), np.uint8)
+    runs, per_block, values = table[:12].view(np.uint32).tolist()
+    if runs > per_block or per_block * 5 > 1 << 20:
+        return
+    random = np.random.default_rng(draw(st.integers(0, 1000)))
+    most = draw(st.sampled_from([1, 2, 100, 1 << 31]))
+    rows = np.zeros((5, per_block), np.uint8)
+    lengths = random.integers(0, most, runs).astype(np.uint32)
+    rows[:4, :runs] = lengths.view(np.uint8).reshape(-1, 4).T
+    rows[4, :runs] = ids = random.integers(0, values + draw(st.sampled_from([0, 0, 1])), runs)
+    done = blosc.compress(torch.from_numpy(rows.reshape(1, -1)), "zstd")
+    table[12:16].view(np.int32)[:] = done.sizes
+    counts = np.bincount(ids, lengths, values)[:values].astype(np.int64)
+    if draw(st.booleans()):
+        counts[-1] += math.prod(_layout_of(parts.metadata["tree"], key.label)["shape"]) - counts.sum()
+    table[20 : 20 + 4 * values].view(np.uint32)[:] = counts & 0xFFFFFFFF
+    _put(parts, {name: table.tobytes(), blocks: done.data[done.starts[0] :][: done.sizes[0]].tobytes()})
+
+
+def _put(parts: Parts, data: dict[str, bytes]) -> None:
+    for name, raw in data.items():
+        parts.data[name] = raw
+        parts.entries[name]["shape"] = [len(raw)]
+    sound(parts)
 
 
 def _layout_of(node: Any, name: str) -> Any:
@@ -296,7 +367,7 @@ def _layout(draw: st.DrawFn, parts: Parts) -> None:
     layout[field] = draw(_shapes if field in ("shape", "tile") else _dtypes if field == "dtype" else _scalars)
 
 
-_CHANGES = [_tree, _tree, _key, _metadata, _entry, _resized, _bytes, _bytes, _layout]
+_CHANGES = [_tree, _tree, _key, _metadata, _entry, _resized, _bytes, _bytes, _layout, _streams, _runs]
 
 
 @st.composite
@@ -309,6 +380,6 @@ def records(draw: st.DrawFn, blob: bytes) -> bytes:
         relaid &= change is not _entry or draw(st.booleans())
         try:
             change(draw, parts)
-        except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, MonaiGdsError, InvalidArgument):
             break  # an earlier change left nothing for it
     return parts.to_bytes(relaid)

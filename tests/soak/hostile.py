@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from monai_gds.base.digest import digest_of
 from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
 from monai_gds.folder.directory import CacheDirectory
@@ -29,7 +30,7 @@ from monai_gds.imagenet.files.packed import INDEX, PackedImages
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import ImageSource, open_images
 from monai_gds.records.entries import read_whole
-from monai_gds.records.header import bytes_of, digest_in, parse
+from monai_gds.records.header import SUFFIX, bytes_of, digest_in, parse
 from monai_gds.records.heads import Form
 from monai_gds.storage import open_storage
 from monai_gds.storage.blockmap.block_map import BlockMap
@@ -37,7 +38,7 @@ from monai_gds.storage.blockmap.saved import HEADER
 from tests import commands
 from tests.soak.damage import put, record_in
 from tests.soak.grammar import Parts, dumps, mutated, records
-from tests.soak.made import TINY, Reader, enter, warned, write_sources
+from tests.soak.made import TINY, Reader, enter, packed, warned, write_sources
 from tests.soak.soak import Progress, Soak
 from tests.soak.tally import Tally
 
@@ -55,7 +56,7 @@ _SECONDS = 10.0
 
 def run(soak: Soak) -> None:
     """Records for most of the time, then folders as the command sees them, packed images, block maps."""
-    forms = ("lz4",) if soak.quick else ("whole", "lz4", "zstd")
+    forms = ("lz4", "packed") if soak.quick else ("whole", "lz4", "zstd", "packed")
     for number, form in enumerate(forms, 1):
         soak.in_turn(
             hostile_records, soak.folder / form, form, soak.random.random(), end=soak.share(0.6 * number / len(forms))
@@ -146,11 +147,8 @@ def hostile_records(
     """Reads one hostile record after another in every way."""
     enter()
     tally = Tally()
-    items = write_sources(folder, 1)
-    Reader(items, folder / "cache", form, False, TINY).check_all(tally)
-    path = record_in(folder / "cache")
+    path, reader = _sound_record(folder, form, tally)
     sound = path.read_bytes()
-    reader = Reader(items, folder / "cache", form, True, TINY)
 
     def attempt(job: int, blob: bytes) -> None:
         progress.note(job, form, blob)
@@ -162,7 +160,7 @@ def hostile_records(
                     way(path)
                 except Exception:
                     tally.found("lost", f"{name}: {traceback.format_exc()[-1200:]}")
-            if job % 16 == 0:  # a whole dataset, which is to recompute what it cannot use
+            if reader is not None and job % 16 == 0:  # a whole dataset, which is to recompute what it cannot use
                 try:
                     reader.dataset[0]
                 except RuntimeError as e:  # a transform that the item of an accepted record does not suit
@@ -177,6 +175,20 @@ def hostile_records(
         following = examples(records(sound), number, first, seconds, tally, attempt)
     put(path, sound)
     return following, tally
+
+
+def _sound_record(folder: Path, form: str, tally: Tally) -> tuple[Path, Reader | None]:
+    """A record to be changed, and the dataset that it is of; none for the form that has all of palettes and runs."""
+    if form == "packed":
+        path = folder / "cache" / f"{digest_of([])}{SUFFIX}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path, packed())
+        found = check(path)
+        assert found is not None and not found.problem
+        return path, None
+    items = write_sources(folder, 1)
+    Reader(items, folder / "cache", form, False, TINY).check_all(tally)
+    return record_in(folder / "cache"), Reader(items, folder / "cache", form, True, TINY)
 
 
 def sparse_records(folder: Path) -> Tally:

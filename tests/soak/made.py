@@ -21,10 +21,15 @@ from monai.data import MetaTensor
 
 from monai_gds import GDSDataset, limits
 from monai_gds.errors import CacheWarning
+from monai_gds.items.tree import encode_item
+from monai_gds.records.compression import Compression
+from monai_gds.records.header import parse
+from monai_gds.records.writing import pack_record
+from monai_gds.storage.files import as_bytes_view
 from tests.same import assert_same, moved, strides
 from tests.soak.tally import Tally
 
-__all__ = ["FORMS", "Reader", "Shape", "enter", "fresh", "made", "write_source", "write_sources"]
+__all__ = ["FORMS", "Reader", "Shape", "enter", "fresh", "made", "packed", "write_source", "write_sources"]
 
 BOTH = ["image", "label"]
 
@@ -91,6 +96,30 @@ def made(index: int, version: int, source: str, shape: Shape) -> dict[str, Any]:
         "names": np.array([f"item {index}", "é"]),
         "pair": (index, [version, None, float("nan")], f"{index}/{version}"),
     }
+
+
+def packed() -> bytes:
+    """A small record with all that packed tensors have: tiles with and without a palette, runs, and joint runs.
+
+    The indices of one palette have a byte, those of another two. Its key has no parts. Made after :func:`enter`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 100, (1, 32, 32, 32), generator=generator).float()
+    image[:, 12:] = 0
+    label = torch.zeros(1, 32, 32, 32, dtype=torch.int16)
+    label[:, 4:20, 4:20] = 3
+    noise = torch.rand(2, 32, 32, 32, generator=generator)
+    noise[:, 1:] = noise[0, 0, 0, 0]
+    plain = image[0, 0].repeat(8, 1).to(torch.uint8)
+    volumes = {"image": MetaTensor(image), "label": label, "noise": noise, "plain": plain}
+    item = encode_item({**volumes, "array": np.arange(3)})
+    compression = Compression("lz4", 16, joint=(("label", "image", "0.0"),))
+    key = {"parts": [], "sources": {}, "item": "", "pipeline": "00"}
+    blob = b"".join(bytes(as_bytes_view(buffer)) for buffer in pack_record(item, key, compression))
+    found = parse(blob, len(blob))
+    assert sorted(found.tiles) == sorted(volumes)
+    assert len(found.runs) == 2
+    return blob
 
 
 class Make(mt.Transform):  # type: ignore[misc]  # MONAI has no type hints to speak of

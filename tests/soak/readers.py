@@ -6,6 +6,7 @@ Checksums are made right before the bytes are read, so that the fuzzer need not 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import warnings
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from monai_gds.base.digest import digest_of
 from monai_gds.bench.made_up import write_image_folder
@@ -30,14 +30,14 @@ from monai_gds.imagenet.files.packed import INDEX
 from monai_gds.imagenet.files.packing import pack_folder
 from monai_gds.imagenet.source import open_images
 from monai_gds.keys.source_memo import SourceMemo
-from monai_gds.records.header import CRC, SUFFIX
+from monai_gds.records.header import CRC, SUFFIX, TABLE
 from monai_gds.shared.leases import Leases
 from monai_gds.shared.notes import FOLDER, line
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.inodes import inode_table
-from tests.soak.grammar import Parts
+from tests.soak.grammar import Parts, sound
 from tests.soak.hostile import WAYS, use_packed
-from tests.soak.made import enter
+from tests.soak.made import enter, packed
 
 __all__ = ["READERS", "Made", "Read", "reader_of"]
 
@@ -63,7 +63,9 @@ def record_of(data: bytes, key: object = None) -> bytes:
             parts[name], at = rest[at : at + end - begin].ljust(min(end - begin, 1 << 20), b"\0"), at + end - begin
         metadata = {"format": "monai_gds", "version": "2", "checksum": "wsum64", **header["__metadata__"]}
         key = {"parts": [], "sources": {}, "item": "", "pipeline": "00"} if key is None else key
-        return Parts({**metadata, "checksums": {}, "key": key}, entries, parts).to_bytes()
+        made = Parts({**metadata, "checksums": {}, "key": key}, entries, parts)
+        sound(made)
+        return made.to_bytes()
     whole = bytearray(text + b" " * (-(8 + len(text)) % 4096))
     whole[CRC] = b"00000000"
     whole[CRC] = b"%08x" % zlib.crc32(whole)
@@ -75,7 +77,7 @@ def record_of(data: bytes, key: object = None) -> bytes:
 
 
 def _records(folder: Path) -> Made:
-    """Header, tree, tables and tiles of a record, read in every way."""
+    """Header, tree, and the description of tiles of a record, read in every way."""
     path = folder / f"{digest_of([])}{SUFFIX}"
 
     def read(data: bytes) -> None:
@@ -85,6 +87,27 @@ def _records(folder: Path) -> Made:
             way(path)
 
     return read, _record_seeds()
+
+
+def _tiles(folder: Path) -> Made:
+    """The tables and streams of packed tensors: tiles, palettes, runs. The header is a sound one."""
+    path = folder / f"{digest_of([])}{SUFFIX}"
+    parts = Parts.of(packed())
+    names = [name for name in parts.data if name.startswith("__") and not name.startswith(("__pad.", "__arrays"))]
+    names += [name.removeprefix(TABLE) for name in names if name.startswith(TABLE)]
+
+    def read(data: bytes) -> None:
+        changed, at = copy.deepcopy(parts), 0
+        for name in names:
+            nbytes = len(parts.data[name])
+            changed.data[name], at = data[at : at + nbytes].ljust(nbytes, b"\0"), at + nbytes
+        sound(changed)
+        path.unlink(missing_ok=True)
+        path.write_bytes(changed.to_bytes())
+        for way in WAYS.values():
+            way(path)
+
+    return read, [b"".join(parts.data[name] for name in names)]
 
 
 def _keys(folder: Path) -> Made:
@@ -118,21 +141,24 @@ def _notes(folder: Path) -> Made:
     facts, uses, sources = (notes / f"{_ENDED}.{kind}" for kind in ("facts", "uses", "sources"))
 
     def read(data: bytes) -> None:
-        lines = b"".join(map(line, data.split(b"\n")))
+        texts = [
+            *data.split(b"\n"),
+            *(data[i : i + 32].ljust(32, b"\0").hex().encode() for i in range(0, len(data), 32)),
+        ]
+        lines = b"".join(map(line, texts))
         facts.write_bytes(lines + data)
         uses.write_bytes(lines + data)
-        cut = [data[i : i + 32].ljust(32, b"\0") for i in range(0, len(data), 32)]
-        sources.write_bytes(b"".join(entry + xxhash.xxh3_64_digest(entry) for entry in cut) + data)
+        sources.write_bytes(lines + data)
         (notes / "pipelines/00000000.json").write_bytes(data)
         index, memo, used = Index(folder), SourceMemo(str(folder)), Uses(folder)
         for entry in index.entries().values():
-            index._merged([lines])
+            index._merged([texts])
             index.count(entry.pipeline)
         index.pipeline("00000000")
         survey(folder, index)
         memo.get(data[:16].ljust(16, b"\0"))
         assert all(map(np.isfinite, used.look().last.values()))
-        used._merged([lines, data])
+        used._merged([texts, [data]])
         for tidy in (index.tidy, memo.tidy, used.tidy):
             tidy()
 
@@ -162,9 +188,7 @@ def _leases(folder: Path) -> Made:
 def _packed_images(folder: Path) -> Made:
     """The index of a packed folder, and what it leads to."""
     pack_folder(_some_images(folder), folder / "packed", file_bytes=4096)
-    sound = Parts.of((folder / "packed" / INDEX).read_bytes())
-    header = {"__metadata__": {"tree": sound.metadata["tree"]}, **sound.entries}
-    seed = json.dumps(header).encode() + b"\0" + b"".join(sound.data.values())
+    seed = _seed(Parts.of((folder / "packed" / INDEX).read_bytes()))
 
     def read(data: bytes) -> None:
         (folder / "packed" / INDEX).write_bytes(record_of(data))
@@ -265,16 +289,21 @@ def _inodes(folder: Path, kind: str = "ext4") -> Made:
 
 def _record_seeds() -> list[bytes]:
     tree = {"image": {"$tensor": {"name": "image"}}, "a": {"$array": ["<f4", [2], 0]}, "b": {"$tuple": [1, "x"]}}
-    tiles = {"dtype": "U8", "shape": [1, 2, 2, 2], "tile": [2, 2, 2], "filter": "shuffle", "codec": "lz4", "palette": 0}
-    packed = {"image": {"$tensor": {"name": "image", "tiles": tiles}}}
-    found = []
-    for node, front in ((tree, "__arrays"), (packed, "__tiles.image")):
-        entries = {
-            front: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
-            "image": {"dtype": "U8", "shape": [32], "data_offsets": [8, 40]},
-        }
-        found.append(json.dumps({"__metadata__": {"tree": node}, **entries}).encode() + b"\0" + bytes(40))
-    return found
+    entries = {
+        "__arrays": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+        "image": {"dtype": "U8", "shape": [32], "data_offsets": [8, 40]},
+    }
+    small = Parts({"tree": tree}, entries, {"__arrays": bytes(8), "image": bytes(32)})
+    return [_seed(small), _seed(Parts.of(packed()))]
+
+
+def _seed(parts: Parts) -> bytes:
+    """A record in the form that :func:`record_of` takes."""
+    entries, blob = {}, b""
+    for name, data in parts.data.items():
+        entries[name] = {**parts.entries[name], "data_offsets": [len(blob), len(blob) + len(data)]}
+        blob += data
+    return json.dumps({"__metadata__": {"tree": parts.metadata["tree"]}, **entries}).encode() + b"\0" + blob
 
 
 def _note_seeds() -> list[bytes]:
@@ -305,6 +334,7 @@ def _xfs_seed() -> bytes:
 #: By name: what makes them, with their files in a folder.
 READERS: dict[str, Callable[[Path], Made]] = {
     "record": _records,
+    "tiles": _tiles,
     "key": _keys,
     "packed": _packed_images,
     "map": _maps,

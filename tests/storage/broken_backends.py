@@ -179,15 +179,13 @@ class KeepsItsThreads(SampleBackend):
 
 class BreaksOffWhenClosed(SampleBackend):
     def _run_in_threads(self, work: Any) -> None:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1)
-        self._executor.submit(time.sleep, 0.1)
-        self._executor.submit(work.run)
+        executor = self._executors.setdefault(1, ThreadPoolExecutor(1))
+        executor.submit(time.sleep, 0.1)
+        executor.submit(work.run)
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
+        while self._executors:
+            self._executors.popitem()[1].shutdown(cancel_futures=True)
 
 
 class CleansUpInChildren(SampleBackend):
@@ -461,7 +459,7 @@ class ClosesForGoodWhenClosedTwice(SampleBackend):
 
 class IsSurprisedWhenClosed(SampleBackend):
     def _run_in_threads(self, work: Work[Any]) -> None:
-        executor = self._executor = self._executor or ThreadPoolExecutor(2)
+        executor = self._executors.setdefault(2, ThreadPoolExecutor(2))
         time.sleep(0.001)
         executor.submit(work.run)
 

@@ -255,5 +255,27 @@ def with_code_by_hand(**arguments: Any) -> None:
     training(**arguments)
 
 
+@app.command("latency", epilog="Example: python -m tools.bench latency --delay 10")
+def latency(
+    files: Annotated[int, typer.Option(min=1, help="Number of files.")] = 1024,
+    delay: Annotated[
+        list[float] | None, typer.Option(min=0, help="Milliseconds per open; may be repeated. Default: 0, 1, 10, 50.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each method.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Read many small files where every open takes long, against 64 threads with pread. Mounts a folder by FUSE."""
+    from monai_gds.bench.report import emit, machine
+    from tools.bench.latency import Settings, measure
+    from tools.slow_disk import NoSlowDisk
+
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-") as made:
+        try:
+            reports = measure(Settings(Path(made), files, delay or (0, 1, 10, 50), repeats))
+        except NoSlowDisk as e:
+            raise typer.BadParameter(str(e)) from e
+    emit(reports, as_json=as_json, about={**machine(), "disk": "simulated: FUSE, a delay per open"})
+
+
 if __name__ == "__main__":
     app(prog_name="python -m tools.bench")

@@ -88,6 +88,11 @@ class ImageStorage:
         """Whether reads see what the file system sees, so that a file's identity shows whether it has changed."""
         return self._storage().coherent
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether images take so long to be read that many should be in flight at once."""
+        return self._storage().is_slow
+
     def take(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 host tensor of this many bytes or more."""
         memory = self._unused(nbytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,7 +58,8 @@ class PosixBackend(BlockingBackend):
 
     Args:
         device: where destinations live.
-        threads: reads in flight at once; default: one per core, at least 4 and at most 8.
+        threads: reads in flight at once; default: one per core, at least 4 and at most 8, but 64 while small files take
+            long to be opened or read. With io_uring each thread may have up to 64 small files in flight then.
         direct_io: reads with O_DIRECT, past the page cache, whatever is aligned to blocks of 4096 bytes. Nothing is
             mapped then, and the next epoch reads from the drive again.
         pinned_bytes: how many bytes of files in the page cache may stay registered with CUDA, such as ``50e9`` or
@@ -153,10 +155,24 @@ class PosixBackend(BlockingBackend):
         if not pending.failed(file):
             self._pinned.offer(path, expected)
 
+    def _suits_ring(self, reads: Reads) -> bool:
+        return not self.direct_io and bool((np.diff(reads.file) > 0).all())  # one read per file
+
+    def _reads_per_group(self, pieces: Reads) -> int:
+        if self.is_slow and self._suits_ring(pieces) and ring_of_this_thread():
+            return self.group_reads  # a ring reads them at once
+        return super()._reads_per_group(pieces)
+
     def _read_group(self, group: Reads, into: Sequence[torch.Tensor], opened: OpenFiles, pending: Pending) -> None:
-        ring = ring_of_this_thread() if len(group) > 1 and not self.direct_io else None
-        if ring is not None and (np.diff(group.file) > 0).all():  # one read per file
-            left = read_small_files(ring, group, into)
+        ring = ring_of_this_thread() if len(group) > 1 else None
+        if ring is not None and self._suits_ring(group):
+            if self.latency.is_unknown or (self.is_slow and self.latency.is_due()):
+                super()._read_group(group[:1], into, opened, pending)
+                group = group[1:]
+            at_once, begin = self.is_slow, time.perf_counter()
+            left = read_small_files(ring, group, into, at_once=at_once)
+            if not at_once:
+                self.latency.note((time.perf_counter() - begin) / len(group))
             opened.not_opened(np.delete(group.file, left).tolist() if len(left) else group.file.tolist())
             if not len(left):
                 return

@@ -31,8 +31,14 @@ def ring_of_this_thread() -> Ring | None:
     return None if ring is None or ring.broken else ring
 
 
-def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor]) -> np.ndarray:
+def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor], *, at_once: bool = False) -> np.ndarray:
     """Reads one part of each file into host memory, all in one call: at most ``limits.RING_FILES`` files.
+
+    Args:
+        ring: this thread's.
+        reads: one of each file.
+        into: the destinations.
+        at_once: see :meth:`Ring.read`.
 
     Returns:
         Indices of the reads that were not done, or whose file is not the expected one. Plain calls find out why.
@@ -49,7 +55,7 @@ def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor]) -> 
     # One byte more than a whole file has, where there is room for it, shows that it has become longer.
     more = sized & (reads.room > 0) & (reads.offset == 0) & (sizes == reads.nbytes)
     base = np.array([into[dest].data_ptr() for dest in reads.dest.tolist()], np.int64)
-    got = ring.read(paths, reads.offset, reads.nbytes + more, base + reads.start)
+    got = ring.read(paths, reads.offset, reads.nbytes + more, base + reads.start, at_once=at_once)
     wrong = (got != reads.nbytes) | (more != sized)
     if any(isinstance(e, FileId) for e in expected):
         # The file that the path names now is the one that was read, if it is the expected one.

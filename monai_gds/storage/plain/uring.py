@@ -24,10 +24,11 @@ from monai_gds import limits
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # on every architecture
 _REGISTER_FILES = 2
+_REGISTER_WORKERS = 19
 _GETEVENTS = 1
 _OFFSET_SQES = 0x10000000
 _OPENAT, _CLOSE, _READ = 18, 19, 22
-_FIXED_FILE, _HARDLINK = 1 << 0, 1 << 3
+_FIXED_FILE, _HARDLINK, _ASYNC = 1 << 0, 1 << 3, 1 << 4
 _AT_FDCWD = -100
 _WORD = 0xFFFFFFFF  #: the ring counts in 32 bits
 #: Linux 5.17: a command of a chain finds the file that one before it opened.
@@ -94,6 +95,8 @@ class Ring:
         sqes = mmap.mmap(self._fd, _SQE.itemsize * sq_entries, offset=_OFFSET_SQES)
         self._chains = self._prepare(np.frombuffer(sqes, _SQE, 3 * files))
         _call(_REGISTER, self._fd, _REGISTER_FILES, (ctypes.c_int32 * files)(*[-1] * files), files)
+        # By default the kernel has four threads per core for commands that have to wait.
+        _call(_REGISTER, self._fd, _REGISTER_WORKERS, (ctypes.c_uint32 * 2)(limits.SLOW_READS, 0), 2)
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -114,11 +117,20 @@ class Ring:
         return chains
 
     def read(
-        self, paths: Sequence[bytes], offsets: np.ndarray | int, sizes: np.ndarray, addresses: np.ndarray
-    ) -> np.ndarray:
+        self, paths: Sequence[bytes], offsets: np.ndarray | int, sizes: np.ndarray, addresses: np.ndarray, *,
+        at_once: bool = False,
+    ) -> np.ndarray:  # fmt: skip
         """Tries to read a part of each file to an address, and returns when all attempts are over.
 
         There are at most ``limits.RING_FILES`` files. The caller keeps the memory at the addresses until then.
+
+        Args:
+            paths: the files.
+            offsets: first byte of each.
+            sizes: bytes of each.
+            addresses: where they go.
+            at_once: has a thread of the kernel's open and read each file. Otherwise the kernel opens a file whose path
+                it remembers in the calling thread, one after another, which is cheapest where nothing has to wait.
 
         Returns:
             Bytes read of each, or a negative errno, int32 (files,). A short read does not mean that the file has ended.
@@ -138,6 +150,7 @@ class Ring:
         chains["addr"][:, 1] = addresses
         chains["off"][:, 1] = offsets
         chains["len"][:, 1] = sizes
+        chains["flags"][:, 0] = _HARDLINK | (_ASYNC if at_once else 0)
         try:
             opened, got, _ = self._run(3 * count).reshape(count, 3).T
         except OSError as e:
