@@ -238,6 +238,5 @@ def test_items_that_differ_each_time_they_are_read_end_populate(
     random = Dataset(items, loaded(RandScaleIntensityd("image", 0.5, prob=1.0)))
     with pytest.warns(CacheWarning, match="is random"):
         ours = GDSDataset(random, [EnsureTyped("image")], tmp_path / "cache", "cpu")
-    with pytest.raises(PopulateError, match="data holds another item each time it is read") as e:
+    with pytest.raises(PopulateError, match="data holds another item each time it is read"):
         ours.populate(num_workers=num_workers, progress=False)
-    assert len(e.value.failures) == len(items)
