@@ -319,7 +319,8 @@ class ReadAhead:
         upcoming = self._current[0]
         if upcoming.begun is None or not upcoming.dataset.session.runtime.is_slow:
             return 1
-        return max(1, min(self._most_records // 2, limits.SLOW_READS))
+        most = min(self._most_records, self._most_bytes // self._last) if self._last else 1
+        return max(1, min(most // 2, limits.SLOW_READS))
 
     def _count(self, records: int, nbytes: int, upcoming: _Upcoming) -> None:
         """Counts records, and replaces the bytes that were counted for one of them."""

@@ -159,6 +159,15 @@ def test_no_more_records_are_begun_than_were_asked_for(disk: SlowDisk, prefetch:
     assert disk.most_in_flight <= max(2, prefetch)  # one more to a batch that is not complete
 
 
+def test_where_bytes_are_what_bounds_records_they_are_read_ahead_too(disk: SlowDisk) -> None:
+    disk.set_delay(0)
+    cached(disk).populate()
+    loader = GDSDataLoader(cached(disk), prefetch_bytes=400_000, sampler=range(64))  # of some 30 records
+    disk.set_delay(DELAY)
+    assert len(list(loader)) == 64
+    assert disk.most_in_flight >= 8
+
+
 def cached(disk: SlowDisk) -> GDSDataset:
     make = Lambda(lambda i: torch.full((1000,), float(i)))
     return GDSDataset(list(range(FILES)), [make], cache_dir=disk.folder / "cache", device="cpu")
