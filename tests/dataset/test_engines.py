@@ -286,7 +286,9 @@ def test_dask_over_tcp_with_a_worker_killed_in_the_middle(tmp_path: Path, log: P
     assert computed + cached == 200, "an answer may be lost with the worker: its record is there when it is asked again"
     assert computed > 190
     # Killed between two items, it leaves nothing to warn of. Dask may log that it computes an answer again.
-    ours = [line for line in warned.splitlines() if " - distributed." not in line]
+    # On a slow machine the log of the filling has lines.
+    log_lines = ("filling the cache", "done (")
+    ours = [line for line in warned.splitlines() if " - distributed." not in line and not line.startswith(log_lines)]
     assert not ours or "CacheWarning: the worker that was computing the item died" in "\n".join(ours)
     assert len(processes(log)) == 3, "a new worker came in its place"
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 200
