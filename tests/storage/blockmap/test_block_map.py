@@ -57,13 +57,15 @@ def fill(folder: Path) -> None:
 
 
 def read_disk(device: str, blocks: FileBlocks) -> bytes:
-    """A file's bytes from the places that a map gives, from a clean view of the device."""
-    fd = os.open(device, os.O_RDONLY)
+    """A file's bytes from the places that a map gives, past the device's page cache, which may be older."""
+    fd = os.open(device, os.O_RDONLY | os.O_DIRECT)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         data = bytearray(max([blocks.size, *(e.offset + e.nbytes for e in blocks.extents)]))
         for offset, start, nbytes in blocks.extents:
-            data[offset : offset + nbytes] = os.pread(fd, nbytes, start)
+            first, end = start // 4096 * 4096, -(-(start + nbytes) // 4096) * 4096
+            with mmap.mmap(-1, end - first) as pages:
+                os.preadv(fd, [pages], first)
+                data[offset : offset + nbytes] = pages[start - first : start - first + nbytes]
         return bytes(data[: blocks.size])
     finally:
         os.close(fd)
