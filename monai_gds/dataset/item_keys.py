@@ -85,7 +85,7 @@ class ItemKeys:
         self._root = root
         self._monai_version = options.monai_version
         # With the settings of the process, not the transforms: they count even if transforms do not.
-        # A record of a dataset that freezes what is drawn is no record for one that does not.
+        # A dataset that freezes what is drawn shares no records with one that does not.
         steady = split.steady if split.steady is not None and split.steady.watches else None
         given = {
             "mantissa_bits": options.mantissa_bits,
@@ -103,7 +103,7 @@ class ItemKeys:
         self._caches = (*self._folders, *map(str, chain.from_iterable(within)))  # whose files do not count
         self._written = tuple(text for text in hashed.written if looks_like_path(text) and not os.path.isdir(text))
         self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and sources.counts else None
-        # Guards may have an item computed twice, and are no value for the key of another dataset.
+        # Guards may have an item computed twice, and do not hold for the key of another dataset.
         alone = not further and steady is None and not split.inner
         proves = self.transform_hash and self._lists is not None and alone
         self._columns = Columns(split.deterministic if proves else ())

@@ -55,23 +55,29 @@ def test_an_error_is_raised_where_it_was_asked_and_the_next_question_is_answered
     answers.close()
 
 
-def test_a_child_that_is_killed_while_it_asks_disturbs_nobody() -> None:
-    asked, go_on = threading.Event(), threading.Event()
+class Slow:
+    """Answers a question with itself; 0 once it may go on."""
 
-    def slow(question: int) -> int:
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, question: int) -> int:
         if question == 0:
-            asked.set()
-            go_on.wait(30)
+            self.asked.set()
+            self.go_on.wait(30)
         return question
 
+
+def test_a_child_that_is_killed_while_it_asks_disturbs_nobody() -> None:
+    slow = Slow()
     answers = Answers(slow)
     context = multiprocessing.get_context("fork")
     killed = context.Process(target=_asked, args=(answers.address, [0], context.Queue()))
     killed.start()
-    assert asked.wait(30)
+    assert slow.asked.wait(30)
     killed.kill()
     killed.join()
-    go_on.set()
+    slow.go_on.set()
     assert _by("fork", answers.address, [6]) == [6]
     answers.close()
 
@@ -130,26 +136,19 @@ def test_another_users_silence_keeps_nobody_waiting() -> None:
 
 
 def test_whoever_asks_while_it_is_closed_is_told_though_a_sibling_has_the_connection_too() -> None:
-    asked, go_on = threading.Event(), threading.Event()
-
-    def slow(question: int) -> int:
-        if question == 0:
-            asked.set()
-            go_on.wait(30)
-        return question
-
+    slow = Slow()
     answers: Any = Answers(slow)
     context = multiprocessing.get_context("fork")
     found, stop = context.Queue(), context.Event()
     first = context.Process(target=_asked, args=(answers.address, [0, 1], found))
     first.start()
-    assert asked.wait(30)
+    assert slow.asked.wait(30)
     late = context.Process(target=_asked, args=(answers.address, [2], found))  # it is not let in yet
     sibling = context.Process(target=stop.wait)
     late.start()
     sibling.start()
     del answers
-    go_on.set()
+    slow.go_on.set()
     try:
         assert 0 in [found.get(timeout=30) for _ in range(3)]
     finally:
