@@ -6,6 +6,7 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -97,7 +98,7 @@ class _Emission:
         return Program(
             forms=dict(of.forms), views=tuple(self._views.values()),
             copied=frozenset(of.names[storage] for storage in written if storage in of.names),
-            constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps, values=len(slots),
+            constants=constants, packed=packed, uploaded=uploaded, ops=names, pickled=steps, values=len(slots),
             guards=tuple(
                 guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
@@ -177,8 +178,8 @@ class _Emission:
 
 def _steps(
     drafts: Sequence[_Draft], slots: dict[_Key, int], results: set[_Key]
-) -> tuple[tuple[str, ...], tuple[Step, ...]]:
-    """The steps, and the names of their operations."""
+) -> tuple[tuple[str, ...], bytes]:
+    """The steps, pickled, and the names of their operations."""
     last: dict[_Key, int] = {}
     for i, draft in enumerate(drafts):
         last.update((key, i) for _, _, key in draft.tensors)
@@ -198,7 +199,7 @@ def _steps(
         )
         for i, draft in enumerate(drafts)
     )  # fmt: skip
-    return tuple(names), steps
+    return tuple(names), pickle.dumps(steps, 5)
 
 
 def _places(operation: Operation) -> Iterator[tuple[int | str, int, Any]]:

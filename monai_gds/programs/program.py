@@ -25,9 +25,8 @@ from monai_gds.tiles.boxes import Box, whole_box
 #: Stands for the replay's device among the arguments of a step.
 TARGET = torch.device("meta")
 
-#: Bytes of a step in memory, about.
-_STEP = 400
-
+#: Bytes of a view in memory, about.
+_VIEW = 400
 
 #: Where a bool was guessed: the transform, and how many guesses it had made before.
 Asked: TypeAlias = "tuple[int, int]"
@@ -125,7 +124,8 @@ class Program(NamedTuple):
         packed: their bytes. Those for the replay's device come first.
         uploaded: how many bytes these take.
         ops: the names of the operations, such as ``aten::add.Tensor``.
-        steps: the operations in their order.
+        pickled: see :attr:`steps`. Python's collector looks through all objects that live for long, from time to time
+            for half a second: the steps of the items that wait are not among them.
         values: how many values there are.
         guards: the values that were guessed.
         holes: the numbers of the tensors of the item that have holes.
@@ -141,13 +141,19 @@ class Program(NamedTuple):
     packed: bytes
     uploaded: int
     ops: tuple[str, ...]
-    steps: tuple[Step, ...]
+    pickled: bytes
     values: int
     guards: tuple[Guard, ...]
     holes: tuple[int, ...]
     item: bytes | Held
     done: int
     form: tuple[str, ...]
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """The operations in their order, made at each call."""
+        steps: Sequence[Step] = pickle.loads(self.pickled)
+        return steps
 
     def boxes(self) -> dict[str, list[Box]]:
         """The voxels that the program touches, by the names of the tensors: those of each view, not all between."""
@@ -162,7 +168,7 @@ class Program(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that the program takes in memory, about."""
         item = len(self.item) if isinstance(self.item, bytes) else 0
-        return len(self.packed) + item + _STEP * (len(self.steps) + len(self.views))
+        return len(self.packed) + len(self.pickled) + item + _VIEW * len(self.views)
 
 
 # The item
@@ -172,9 +178,13 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, number: Callable[[Tensor], int | None]) -> None:
         super().__init__(file, protocol=5)
         self._number = number
-        self._memory: dict[int, bytearray] = {}
+        self._memory: dict[int, torch.UntypedStorage] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.UntypedStorage):
+            return _storage, (string_at(value.data_ptr(), value.nbytes()),)
+        if type(value) is np.ndarray:  # by protocol 5 it would keep a memoryview, which the collector looks through
+            return value.__reduce__()
         if not isinstance(value, Tensor):
             return NotImplemented
         number = self._number(value)
@@ -183,11 +193,9 @@ class _Packer(pickle.Pickler):
             return _hole, (number, type(value), attributes)
         with torch._C.DisableTorchFunction():
             storage = value.untyped_storage()
-            memory = self._memory.get(storage._cdata)
-            if memory is None:  # pickled once, so that tensors share it afterwards
-                memory = self._memory[storage._cdata] = bytearray(string_at(storage.data_ptr(), storage.nbytes()))
-            form = value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
-        return _real, (memory, form, type(value), attributes)
+            memory = self._memory.setdefault(storage._cdata, storage)  # pickled once: tensors share it afterwards
+            form = value.storage_offset(), tuple(value.shape), value.stride()
+        return _real, (memory, value.dtype, form, type(value), attributes)
 
 
 class _Unpacker(pickle.Unpickler):
@@ -207,10 +215,14 @@ def _hole(number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
     raise pickle.UnpicklingError("the item of a program is read by unpack")
 
 
-def _real(memory: bytearray, form: tuple[Any, ...], kind: type, attributes: dict[str, Any] | None) -> Tensor:
-    dtype, size, stride, offset = form
-    flat = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
-    return _as(flat.as_strided(size, stride, offset), kind, attributes)
+def _storage(values: bytes) -> torch.UntypedStorage:
+    return torch.UntypedStorage.from_buffer(values, dtype=torch.uint8) if values else torch.UntypedStorage(0)
+
+
+def _real(
+    memory: torch.UntypedStorage, dtype: torch.dtype, form: Any, kind: type, attributes: dict[str, Any] | None
+) -> Tensor:
+    return _as(torch.empty(0, dtype=dtype).set_(memory, *form), kind, attributes)
 
 
 def _as(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
@@ -265,7 +277,11 @@ def hold(item: Any, number: Callable[[Tensor], int | None]) -> Held:
 def unpack(item: bytes | Held, tensors: Sequence[Tensor]) -> Any:
     """The item of :func:`pack` or :func:`hold`, with these tensors. They get the classes and attributes of theirs."""
     if isinstance(item, bytes):
-        return _Unpacker(io.BytesIO(item), tensors).load()
+        unpacker = _Unpacker(io.BytesIO(item), tensors)
+        try:
+            return unpacker.load()
+        finally:
+            unpacker.memo = {}  # it refers to the unpacker: all would stay, the tensors too, until the collector runs
     made = {
         id(ghost): _as(tensor, type(ghost), None if type(ghost) is Tensor else ghost.__dict__)
         for ghost, tensor in zip(item.ghosts, tensors, strict=True)
