@@ -13,6 +13,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import string_at
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,6 +100,26 @@ class Step(NamedTuple):
     dead: tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """Some steps that follow one another.
+
+    Attributes:
+        steps: the steps, pickled.
+        form: what identifies them but for their numbers, see :mod:`.jit`; empty if they are run one by one.
+        tensors: the values that they are given.
+        numbers: their numbers.
+        results: the values that they make and that are needed later.
+        dead: the values that nobody needs afterwards, of those that they are given.
+    """
+
+    steps: bytes
+    form: bytes = b""
+    tensors: tuple[int, ...] = ()
+    numbers: tuple[Any, ...] = ()
+    results: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
+
+
 class Guard(NamedTuple):
     """A bool that a transform asked for and that depends on voxels, so that it was guessed.
 
@@ -124,8 +145,8 @@ class Program(NamedTuple):
         packed: their bytes. Those for the replay's device come first.
         uploaded: how many bytes these take.
         ops: the names of the operations, such as ``aten::add.Tensor``.
-        pickled: see :attr:`steps`. Python's collector looks through all objects that live for long, from time to time
-            for half a second: the steps of the items that wait are not among them.
+        pickled: the steps, in pieces. Python's collector looks through all objects that live for long, from time to
+            time for half a second: the steps of the items that wait are not among them.
         values: how many values there are.
         guards: the values that were guessed.
         holes: the numbers of the tensors of the item that have holes.
@@ -150,10 +171,15 @@ class Program(NamedTuple):
     form: tuple[str, ...]
 
     @property
-    def steps(self) -> Sequence[Step]:
-        """The operations in their order, made at each call."""
-        steps: Sequence[Step] = pickle.loads(self.pickled)
-        return steps
+    def pieces(self) -> list[Piece]:
+        """The steps in pieces, in their order, made at each call."""
+        pieces: list[Piece] = pickle.loads(self.pickled)
+        return pieces
+
+    @property
+    def steps(self) -> list[Step]:
+        """The operations in their order."""
+        return [step for piece in self.pieces for step in pickle.loads(piece.steps)]
 
     def boxes(self) -> dict[str, list[Box]]:
         """The voxels that the program touches, by the names of the tensors: those of each view, not all between."""
@@ -216,7 +242,9 @@ def _hole(number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
 
 
 def _storage(values: bytes) -> torch.UntypedStorage:
-    return torch.UntypedStorage.from_buffer(values, dtype=torch.uint8) if values else torch.UntypedStorage(0)
+    if not values:
+        return torch.UntypedStorage()  # type: ignore[no-untyped-call]
+    return torch.UntypedStorage.from_buffer(values, dtype=torch.uint8)
 
 
 def _real(
@@ -330,7 +358,25 @@ def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:
 _ATOMS = (str, int, float, bytes, type(None))
 
 
+@cache
+def op_of(name: str) -> Any:
+    """An operation of torch by its name."""
+    qualified, _, overload = name.rpartition(".")
+    space, _, short = qualified.partition("::")
+    return getattr(getattr(getattr(torch.ops, space), short), overload)
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     """The values of a real tensor, in C order."""
     with torch._C.DisableTorchFunction():
         return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def same_tensors(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit: dtype, shape, device and values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if (a.dtype, a.shape, a.device, a.requires_grad) != (b.dtype, b.shape, b.device, b.requires_grad):
+            return False
+        one, other = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+        equal: bool = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        return equal
