@@ -91,6 +91,11 @@ def test_pieces_with_other_numbers_share_a_function(functions: jit.Functions, ra
     assert_same(by_functions, made(second))
 
 
+def test_a_function_gives_only_what_is_needed_later() -> None:
+    pieces = [piece for piece in recorded(1).pieces if piece.form]
+    assert [len(piece.results) for piece in pieces] == [1] * len(pieces), "all else would stay in the device's memory"
+
+
 def test_a_function_that_gives_something_else_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = made(recorded(1))
     jit.functions_for.cache_clear()
