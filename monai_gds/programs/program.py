@@ -204,11 +204,9 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, number: Callable[[Tensor], int | None]) -> None:
         super().__init__(file, protocol=5)
         self._number = number
-        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._memory: dict[int, bytearray] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.UntypedStorage):
-            return _storage, (string_at(value.data_ptr(), value.nbytes()),)
         if type(value) is np.ndarray:  # by protocol 5 it would keep a memoryview, which the collector looks through
             return value.__reduce__()
         if not isinstance(value, Tensor):
@@ -219,9 +217,11 @@ class _Packer(pickle.Pickler):
             return _hole, (number, type(value), attributes)
         with torch._C.DisableTorchFunction():
             storage = value.untyped_storage()
-            memory = self._memory.setdefault(storage._cdata, storage)  # pickled once: tensors share it afterwards
-            form = value.storage_offset(), tuple(value.shape), value.stride()
-        return _real, (memory, value.dtype, form, type(value), attributes)
+            memory = self._memory.get(storage._cdata)
+            if memory is None:  # pickled once, so that tensors share it afterwards
+                memory = self._memory[storage._cdata] = bytearray(string_at(storage.data_ptr(), storage.nbytes()))
+            form = value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+        return _real, (memory, form, type(value), attributes)
 
 
 class _Unpacker(pickle.Unpickler):
@@ -241,16 +241,10 @@ def _hole(number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
     raise pickle.UnpicklingError("the item of a program is read by unpack")
 
 
-def _storage(values: bytes) -> torch.UntypedStorage:
-    if not values:
-        return torch.UntypedStorage()  # type: ignore[no-untyped-call]
-    return torch.UntypedStorage.from_buffer(values, dtype=torch.uint8)
-
-
-def _real(
-    memory: torch.UntypedStorage, dtype: torch.dtype, form: Any, kind: type, attributes: dict[str, Any] | None
-) -> Tensor:
-    return _as(torch.empty(0, dtype=dtype).set_(memory, *form), kind, attributes)
+def _real(memory: bytearray, form: tuple[Any, ...], kind: type, attributes: dict[str, Any] | None) -> Tensor:
+    dtype, size, stride, offset = form
+    flat = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
+    return _as(flat.as_strided(size, stride, offset), kind, attributes)
 
 
 def _as(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
