@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 from monai_gds import limits
@@ -49,10 +48,10 @@ class Command:
         room: bytes of ``memory`` after it that may be overwritten.
     """
 
-    __slots__ = ("_array", "_file", "_group", "handle", "memory", "nbytes", "offset", "room", "start")
+    __slots__ = ("_file", "_group", "handle", "memory", "nbytes", "offset", "room", "start")
 
-    def __init__(self, group: _Group, row: Row, memory: torch.Tensor, array: np.ndarray | None = None) -> None:
-        self._group, self._array = group, array
+    def __init__(self, group: _Group, row: Row, memory: torch.Tensor) -> None:
+        self._group = group
         self._file, self.offset, self.nbytes, _, self.start, self.room = row
         self.memory = memory
         self.handle: Any = None
@@ -66,12 +65,6 @@ class Command:
     def dest(self) -> torch.Tensor:
         """The destination as a tensor."""
         return self.memory[self.start : self.start + self.nbytes]
-
-    @property
-    def array(self) -> np.ndarray:
-        """The destination as an array, if it is in host memory."""
-        memory = self.memory.numpy() if self._array is None else self._array
-        return memory[self.start : self.start + self.nbytes]
 
 
 class QueueBackend(Backend):
@@ -199,9 +192,9 @@ class _Group:
             (row,) = self._rows
             self.copies = [(0, row.dest, row.start, row.nbytes)] if row.nbytes else []
             row = Row(row.file, row.offset, row.nbytes, 0, 0, -row.nbytes % ALIGNMENT)
-            return [Command(self, row, slot.buffer, slot.array)]
+            return [Command(self, row, slot.buffer)]
         staged, self.copies = plan.stage(self._reads[self._which])
-        return [Command(self, row, slot.buffer, slot.array) for row in staged.rows]
+        return [Command(self, row, slot.buffer) for row in staged.rows]
 
     def fail(self, error: Exception) -> None:
         for file in {row.file for row in self._rows}:

@@ -110,10 +110,10 @@ class StagingSlot:
 
     Attributes:
         buffer: 1-D uint8 pinned CPU tensor of ``limits.SLOT_BYTES``.
-        array, view: the same memory as a NumPy array and as a writable memoryview.
+        view: the same memory as a writable memoryview.
     """
 
-    __slots__ = ("array", "buffer", "event", "view")
+    __slots__ = ("buffer", "event", "view")
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -121,8 +121,7 @@ class StagingSlot:
             raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             start = -raw.data_ptr() % ALIGNMENT
             self.buffer = raw[start : start + nbytes]
-        self.array = self.buffer.numpy()
-        self.view = self.array.data
+        self.view = self.buffer.numpy().data
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, address: int, nbytes: int, stream: torch.cuda.Stream, offset: int = 0) -> None:

@@ -192,7 +192,7 @@ class KvikioBackend(QueueBackend):
             file.hint(command.offset, command.nbytes)
         elif len(self._under_way) == limits.KVIKIO_TASKS:
             return False
-        dest = command.dest if command.memory.is_cuda else command.array
+        dest = command.dest if command.memory.is_cuda else command.dest.numpy()
         future = file.cu_file.pread(dest, command.nbytes, command.offset, limits.KVIKIO_TASK_BYTES)
         self._under_way.append((command, future))
         return True

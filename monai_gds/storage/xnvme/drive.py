@@ -138,15 +138,10 @@ class Drive:
     def _open(self, disk: Disk | None, setup: Setup) -> tuple[BlockDevice, CommandQueue, BounceBuffers]:
         device, queue = _open_queue(self.uri, setup)
         most = most_bytes(device, disk)
-        try:
-            if not setup.reaches_gpu:
-                return device, queue, HostBounceBuffers(device, most)
-            self.buffers = GpuBuffers(device, setup.target)
-            return device, queue, GpuBounceBuffers(self.buffers, most)
-        except BaseException:
-            queue.close()
-            device.close()
-            raise
+        if not setup.reaches_gpu:
+            return device, queue, HostBounceBuffers(device, most)
+        self.buffers = GpuBuffers(device, setup.target)
+        return device, queue, GpuBounceBuffers(self.buffers, most)
 
     def reaches(self, memory: torch.Tensor) -> bool:
         """Whether commands may read into this memory. A driver in user space reaches its own allocator's only."""
