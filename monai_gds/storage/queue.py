@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -270,6 +271,7 @@ class _Slots:
             self._pool.release(self._sent.popleft())
         if abandon:
             self._pool.forget(self._filling)
+            self._filling = 0
 
 
 class _Pump:
@@ -285,7 +287,7 @@ class _Pump:
         self._backend = backend
         self._in_flight: set[Command] = set()
         self._open_files = 0
-        self._slots: _Slots | None = None
+        self._slots = _Slots(self.device)
         self._changed = Changes()
         self._incoming: deque[_Job] = deque()
         self._jobs: list[_Job] = []  # touched only by the thread at work
@@ -311,11 +313,9 @@ class _Pump:
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"monai-gds-{self._backend.name}")
-            try:
+            with suppress(RuntimeError):  # the process is ending, or may start no more threads
                 self._executor.submit(self._work, self._executor)
                 return
-            except RuntimeError:  # the process is ending, or may start no more threads
-                pass
         self._work()
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ class _Pump:
         """Takes incoming jobs. Returns False if there is no job, and then no thread is at work any more."""
         if self._jobs and not self._incoming:
             return True
-        if not self._jobs and self._slots is not None:
+        if not self._jobs:
             self._slots.give_back()
         with self._changed.lock:
             if not self._jobs and executor is not None:  # close() takes the executor away
@@ -421,8 +421,6 @@ class _Pump:
         group, slot = job.groups[0], None
         if not self._backend.reaches_gpu and group.on_device:
             try:
-                if self._slots is None:
-                    self._slots = _Slots(self.device)
                 slot = self._slots.take()
             except Exception as e:  # no more memory can be pinned
                 group.fail(e)
@@ -456,7 +454,7 @@ class _Pump:
     def _poll(self) -> bool:
         """Handles completed commands. Returns whether there were any. It may wait for the first one in flight."""
         if not self._in_flight:
-            return self._slots is not None and self._slots.wait()
+            return self._slots.wait()
         found = False
         for command, result in self._backend._poll():
             found = True
@@ -505,7 +503,6 @@ class _Pump:
         except Exception as e:
             group.fail(e)
             after = None
-        assert self._slots is not None, "the slot came from there"
         self._slots.sent(slot)
         return after
 
@@ -514,9 +511,7 @@ class _Pump:
         if self._in_flight:
             _abandoned.append(self._in_flight)
             self._in_flight = set()
-        if self._slots is not None:
-            self._slots.give_back(abandon=True)
-        self._slots = None
+        self._slots.give_back(abandon=True)
         self._backend._give_up()
         for job in jobs:
             for opened in job.opened:

@@ -23,9 +23,8 @@ from contextlib import nullcontext
 
 import torch
 
-from monai_gds.storage import files, staging
+from monai_gds.storage import files, memory, staging
 from monai_gds.storage.files import Expected, FileId
-from monai_gds.storage.plain import mappings
 
 
 class PinnedFile:
@@ -44,15 +43,15 @@ class PinnedFile:
         self._process = os.getpid()
         fd = files.open_file(path, file)
         try:
-            address = mappings.map_file(fd, 0, file.size, shared=True)
+            address = memory.map_file(fd, 0, file.size, shared=True)
         finally:
             os.close(fd)
         try:
-            if mappings.resident(address, file.size) < 1:
+            if memory.resident(address, file.size) < 1:
                 raise BlockingIOError(f"{path} is not in the page cache as a whole")
             staging.pin(address, self.nbytes)
         except BaseException:
-            mappings.unmap(address, file.size)
+            memory.unmap(address, file.size)
             raise
         self._address = address
 
@@ -79,7 +78,7 @@ class PinnedFile:
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._address and not ending() and os.getpid() == self._process:  # CUDA does not work in a forked child
             staging.unpin(self._address)
-            mappings.unmap(self._address, self.file.size)
+            memory.unmap(self._address, self.file.size)
 
 
 class PinnedFiles:

@@ -16,6 +16,7 @@ import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -83,11 +84,12 @@ class BlockBackend(QueueBackend):
         if self._setup.user_space:
             blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
             return _File(path, blocks.size, blocks.extents, self._drives.only())
-        fd = open_file(path, expected, regular=True)
-        drive: Drive | None = None
-        try:
+        with ExitStack() as on_error:
+            fd = open_file(path, expected, regular=True)
+            on_error.callback(os.close, fd)
             st = os.fstat(fd)
             fs, drive = self._drives.of_file(fd, st.st_dev, path)
+            on_error.callback(self._drives.release, drive)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             if self._setup.blockmap is not None:
@@ -96,12 +98,8 @@ class BlockBackend(QueueBackend):
                     lookup(self._setup.blockmap, path, by_end=True).check(now, path)
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
+            on_error.pop_all()
             return _File(path, st.st_size, extents, drive, fd, answer)
-        except BaseException:
-            os.close(fd)
-            if drive is not None:
-                self._drives.release(drive)
-            raise
 
     def _close(self, handle: _File) -> None:
         """Raises FileChanged if the blocks that were read are no longer the file's."""
@@ -356,11 +354,7 @@ class _Transfer:
             if self._bounce is None:
                 return False
             self._address = self._bounce.address
-        try:
-            return self._drive.queue.read(self, self._block, self._count, self._address)
-        except StorageError:
-            self.drop_bounce()
-            raise
+        return self._drive.queue.read(self, self._block, self._count, self._address)
 
     def finish(self, done: Completion) -> None:
         """Handles the completion, and copies the bytes out of the bounce buffer if there is one."""

@@ -15,6 +15,7 @@ import errno
 import os
 import threading
 import time
+from contextlib import suppress
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -423,11 +424,9 @@ def _descriptors_of(path: str) -> set[int]:
     wanted = os.stat(path)
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(OSError):  # the listing's own descriptor, or one that another thread closed
             if os.path.samestat(os.fstat(int(name)), wanted):
                 found.add(int(name))
-        except OSError:  # the listing's own descriptor, or one that another thread closed
-            continue
     return found
 
 
