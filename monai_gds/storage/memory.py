@@ -50,14 +50,6 @@ def prefer_huge_pages(memory: torch.Tensor) -> None:
     _advise(memory, _MADV_HUGEPAGE)
 
 
-def prefer_huge_pages_for_mapping(start: int, nbytes: int) -> None:
-    """As :func:`prefer_huge_pages`, for a whole mapping of a file, whatever its alignment.
-
-    Advice for a part would split the mapping in the kernel, which allows 65,530 per process.
-    """
-    _libc.madvise(start, nbytes, _MADV_HUGEPAGE)
-
-
 def collapse_to_huge_pages(memory: torch.Tensor) -> None:
     """Replaces the pages of memory in use, page-locked or not, by huge ones: 10 to 50 ms for 16 MiB."""
     _advise(memory, _MADV_COLLAPSE)
@@ -87,6 +79,17 @@ def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return address
+
+
+def map_privately(fd: int, offset: int, nbytes: int) -> torch.Tensor:
+    """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone."""
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    length = nbytes + skip
+    start = map_file(fd, offset - skip, length)
+    if HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
+        # Advice for a part would split the mapping in the kernel, which allows 65,530 per process.
+        _libc.madvise(start, length, _MADV_HUGEPAGE)
+    return tensor_at(start + skip, nbytes, partial(unmap, start, length))
 
 
 def resident(address: int, nbytes: int) -> float:

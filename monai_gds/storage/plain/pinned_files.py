@@ -107,16 +107,16 @@ class PinnedFiles:
             if held.file == expected == FileId.of(path):
                 return held
         except OSError:  # it was deleted, and takes room on its disk as long as it is registered
-            self._drop(path, held)
+            self._drop(path, held, held.nbytes)
             raise
-        self._drop(path, held)
+        self._drop(path, held, held.nbytes)
         return None
 
-    def _drop(self, path: str, held: PinnedFile) -> None:
+    def _drop(self, path: str, held: PinnedFile | None, nbytes: int) -> None:
         with self._lock:
-            if self._held.get(path) is held:
+            if path in self._held and self._held[path] is held:
                 del self._held[path]
-                self.used -= held.nbytes
+                self.used -= nbytes
 
     def offer(self, path: str, file: FileId) -> None:
         """Registers a file that was just read, in the background, if there is room for it."""
@@ -131,16 +131,16 @@ class PinnedFiles:
         try:
             thread.submit(self._register, path, file)
         except RuntimeError:  # the process is ending, or may start no more threads
-            self._forget(path, file)
+            self._drop(path, None, file.size)
 
     def _register(self, path: str, file: FileId) -> None:
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 pinned = PinnedFile(path, file)
         except OSError:  # it was replaced, or pushed out of the page cache: the next read may offer it again
-            self._forget(path, file)
+            self._drop(path, None, file.size)
         except RuntimeError as e:
-            self._forget(path, file)
+            self._drop(path, None, file.size)
             if not self._refused:
                 self._refused = True
                 warnings.warn(f"{path} and further files are copied as without pinned_bytes: {e}", stacklevel=2)
@@ -148,11 +148,6 @@ class PinnedFiles:
             with self._lock:
                 self._held[path] = pinned
                 self.used += pinned.nbytes - file.size
-
-    def _forget(self, path: str, file: FileId) -> None:
-        with self._lock:
-            del self._held[path]
-            self.used -= file.size
 
     def close(self) -> None:
         """Unregisters everything. Nothing may be under way."""

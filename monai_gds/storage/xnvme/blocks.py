@@ -269,10 +269,10 @@ class XnvmeBlockBackend(BlockBackend):
     def open(self) -> None:
         setup, blockmap = self._setup, BlockMap.given(self._blockmap)
         disk = None if setup.uri is None or setup.user_space else disk_behind(setup.uri)
-        library = libxnvme.load()
+        self._library = libxnvme.load()
         if setup.be is not None:
-            library.check_driver(setup.be)
-        self._set_up(replace(setup, disk=disk, blockmap=blockmap, library=library))
+            self._library.check_driver(setup.be)
+        self._set_up(replace(setup, disk=disk, blockmap=blockmap, library=self._library))
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -280,8 +280,7 @@ class XnvmeBlockBackend(BlockBackend):
 
     def memory(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            assert self._setup.library is not None, "it was loaded"
-            return host_tensor(self._setup.library, nbytes)
+            return host_tensor(self._library, nbytes)
         if not self.reaches_gpu:
             return super().memory(nbytes)
         drive = self._drives.only()
@@ -298,13 +297,11 @@ class XnvmeBlockBackend(BlockBackend):
         return pending
 
     def describe(self) -> dict[str, Any]:
-        setup = self._setup
-        assert setup.library is not None, "it was loaded"
         return {
             **super().describe(),
-            "library": setup.library.describe(),
-            "be": setup.be or "io_uring, else thrpool",
-            "mem": setup.mem or "that of be",
+            "library": self._library.describe(),
+            "be": self._setup.be or "io_uring, else thrpool",
+            "mem": self._setup.mem or "that of be",
         }
 
 

@@ -111,15 +111,11 @@ class XnvmeBackend(BlockingBackend):
         offset = 0
         for view in views:
             array = np.frombuffer(view, dtype=np.uint8)
-            done = 0
-            while done < array.size:
-                count = self._transfer(
-                    "xnvme_file_pwrite", handle, array.ctypes.data + done, array.size - done, offset + done
-                )
+            while array.size:
+                count = self._transfer("xnvme_file_pwrite", handle, array.ctypes.data, array.size, offset)
                 if not count:
-                    raise StorageError(errno.EIO, f"wrote no byte at {offset + done}", handle.path)
-                done += count
-            offset += array.size
+                    raise StorageError(errno.EIO, f"wrote no byte at {offset}", handle.path)
+                array, offset = array[count:], offset + count
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "library": self._library.describe()}
