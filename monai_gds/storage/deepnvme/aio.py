@@ -1,13 +1,11 @@
 """The ``deepnvme`` backend: DeepSpeed's ``aio_handle``, libaio with O_DIRECT through page-locked host memory.
 
 It goes through host memory on a CPU and on a CUDA target; ``deepnvme-gds`` is the one that reads into GPU memory.
-``aio_handle`` returns success whatever the kernel answered, and ends the process when an assertion fails. Therefore
-
-* the kernel's own results are fetched separately (``results.h``);
-* what it read and wrote is verified by :mod:`.verified`, which also reads heads, tails and small files;
-* its assertions are checked beforehand: that the kernel has room for its queues (``fs.aio-max-nr``), and that the
-  memory can be locked (``RLIMIT_MEMLOCK``). That the range lies inside the file is checked before and after the read;
-  :mod:`.build` takes the assertion in between out.
+``aio_handle`` returns success whatever the kernel answered, so what it moves is verified (:mod:`.verified`), and the
+kernel's own results are fetched separately (``results.h``). It ends the process when an assertion fails, so these are
+checked beforehand: that the kernel has room for its queues (``fs.aio-max-nr``), and that the memory can be locked
+(``RLIMIT_MEMLOCK``). That the range lies inside the file is checked before and after the read; :mod:`.build` takes the
+assertion in between out.
 
 On a CUDA target the handle fills the pinned staging slots themselves. Elsewhere it fills a page-locked tensor of its
 own (``new_cpu_locked_tensor``), which is copied to the destination.

@@ -4,8 +4,6 @@ For each file the kernel reports where its bytes lie (:mod:`.extents`). The bloc
 flight as the queue takes, each as large as the device allows. Before the bytes count as read, the kernel is asked
 again: a different answer is an error, so wrong bytes are never returned. With a driver in user space no file system is
 mounted, and a saved :class:`~monai_gds.BlockMap` shows where files lie.
-
-Nothing here ever writes to a device: files are written through the file system.
 """
 
 from __future__ import annotations

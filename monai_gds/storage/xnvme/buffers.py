@@ -74,9 +74,9 @@ class BounceBuffers(ABC):
     def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
         """Copies the bytes from ``skip`` on to ``dest``, or queues that on the copy stream; takes the buffer back."""
 
-    @abstractmethod
     def close(self) -> None:
         """Frees the buffers."""
+        self._free.clear()
 
 
 class HostBounceBuffers(BounceBuffers):
@@ -116,9 +116,6 @@ class GpuBounceBuffers(BounceBuffers):
         if not dest.is_cuda:
             copied.synchronize()
         self.give_back(bounce._replace(copied=copied))
-
-    def close(self) -> None:
-        self._free.clear()
 
 
 class GpuBuffers:

@@ -38,7 +38,7 @@ class BlockDevice(Protocol):
 
 
 class CommandQueue(Protocol):
-    """What a :class:`Drive` sends its commands to: see :class:`.libxnvme.Queue` and :class:`.bam_queue.BamQueue`."""
+    """What a :class:`Drive` sends its commands to: see :class:`.libxnvme.Queue` and :class:`.queues.BamQueue`."""
 
     @property
     def outstanding(self) -> int: ...

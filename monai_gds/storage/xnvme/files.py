@@ -64,10 +64,7 @@ class XnvmeBackend(BlockingBackend):
 
     def _open_again(self, fd: int, path: str, opts: Any) -> Any:
         """xNVMe's handle of an open file: the very same file, whatever its path names by now and however long it is."""
-        try:
-            handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts)
-        except StorageError as e:
-            raise StorageError(e.errno, e.strerror, path) from e
+        handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts, named=path)
         # xNVMe looks up the namespace with the first command, and must not do so in several threads at once.
         self._library.api.xnvme_dev_get_nsid(handle)
         return handle

@@ -159,13 +159,16 @@ class Library:
                 setattr(opts, name, value)
         return opts
 
-    def open(self, function: str, path: str, opts: Any) -> Any:
-        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, with xNVMe's errno, if it gave nothing."""
+    def open(self, function: str, path: str, opts: Any, *, named: str = "") -> Any:
+        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, with xNVMe's errno, if it gave nothing.
+
+        The error names the file ``named``, or ``path``.
+        """
         ctypes.set_errno(0)
         handle = getattr(self.api, function)(ctypes.create_string_buffer(os.fsencode(path)), ctypes.byref(opts))
         if not handle:
             code = ctypes.get_errno() or errno.EIO
-            raise StorageError(code, f"{function} could not open it: {os.strerror(code)}", path)
+            raise StorageError(code, f"{function} could not open it: {os.strerror(code)}", named or path)
         return handle
 
     def check_driver(self, interface: str) -> None:

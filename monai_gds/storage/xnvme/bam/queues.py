@@ -68,13 +68,10 @@ class Pool(BounceBuffers):
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
         super().__init__(slot_bytes)
-        self._unmade = 0  # all are made at once
-        self._target = target
+        self._unmade, self._target = slots, target
         self.slots, self.slot_pages = slots, self._nbytes // PAGE
         self.data = controller.memory(slots * self._nbytes)
         self._base = self.data.tensor.data_ptr()
-        for begin in range(0, slots * self._nbytes, self._nbytes):
-            self._free.append(Bounce(self._base + begin, self.data.tensor[begin : begin + self._nbytes]))
         # A list per slot, which names its pages but the first. In powers of two none crosses a page.
         self.list_entries = 1 << max(self.slot_pages - 2, 0).bit_length()
         self.lists = controller.memory(8 * self.list_entries * slots)
@@ -84,7 +81,8 @@ class Pool(BounceBuffers):
         return (address - self._base) // self._nbytes
 
     def _make(self) -> Bounce:
-        raise AssertionError("all slots are made at once")
+        begin = self._made * self._nbytes
+        return Bounce(self._base + begin, self.data.tensor[begin : begin + self._nbytes])
 
     def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
         if not dest.is_cuda:
@@ -99,7 +97,7 @@ class Pool(BounceBuffers):
         for bounce in self._free:
             if bounce.copied is not None:
                 bounce.copied.synchronize()
-        self._free.clear()
+        super().close()
 
 
 class _Read(NamedTuple):
