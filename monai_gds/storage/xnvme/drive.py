@@ -17,7 +17,7 @@ from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
 from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.files import ALIGNMENT
-from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, GpuBuffers, HostBounceBuffers
+from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers, GpuBuffers
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
 from monai_gds.storage.xnvme.user_space import why_not_opened
 
@@ -136,9 +136,10 @@ class Drive:
         device, queue = _open_queue(self.uri, setup)
         most = most_bytes(device, disk)
         if not setup.reaches_gpu:
-            return device, queue, HostBounceBuffers(device, most)
+            bounce = BounceBuffers(most, lambda n: Bounce(device.alloc(n)), lambda one: device.free(one.address))
+            return device, queue, bounce
         self.buffers = GpuBuffers(device, setup.target)
-        return device, queue, GpuBounceBuffers(self.buffers, most)
+        return device, queue, BounceBuffers(most, self.buffers.bounce)
 
     def reaches(self, memory: torch.Tensor) -> bool:
         """Whether commands may read into this memory. A driver in user space reaches its own allocator's only."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from monai_gds.storage import staging
+from monai_gds.storage.files import whole_pages
 from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, QueuePair, host_pages
 from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers
 from monai_gds.storage.xnvme.libxnvme import Completion
@@ -67,11 +68,13 @@ class Pool(BounceBuffers):
     """The memory that a controller reads into: slots of at least its ``max_transfer``, copied on from there."""
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
-        super().__init__(slot_bytes)
-        self._unmade, self._target = slots, target
-        self.slots, self.slot_pages = slots, self._nbytes // PAGE
-        self.data = controller.memory(slots * self._nbytes)
+        slot_bytes = whole_pages(slot_bytes)
+        self.data = controller.memory(slots * slot_bytes)
         self._base = self.data.tensor.data_ptr()
+        addresses = itertools.count(self._base, slot_bytes)
+        super().__init__(slot_bytes, lambda _: Bounce(next(addresses)))
+        self._unmade, self._target = slots, target
+        self.slots, self.slot_pages = slots, slot_bytes // PAGE
         # A list per slot, which names its pages but the first. In powers of two none crosses a page.
         self.list_entries = 1 << max(self.slot_pages - 2, 0).bit_length()
         self.lists = controller.memory(8 * self.list_entries * slots)
@@ -80,14 +83,9 @@ class Pool(BounceBuffers):
         """The number of the slot at an address."""
         return (address - self._base) // self._nbytes
 
-    def _make(self) -> Bounce:
-        begin = self._made * self._nbytes
-        return Bounce(self._base + begin, self.data.tensor[begin : begin + self._nbytes])
-
     def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
         if not dest.is_cuda:
-            ctypes.memmove(dest.data_ptr(), bounce.address + skip, dest.numel())
-            return self.give_back(bounce)
+            return super().deliver(bounce, skip, dest)
         stream = staging.current_stream(self._target)  # the copy stream is current
         staging.copy_to_device(dest.data_ptr(), bounce.address + skip, dest.numel(), stream.cuda_stream)
         self.give_back(bounce._replace(copied=stream.record_event()))
