@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -35,6 +35,10 @@ from monai_gds.storage.reads import Reads, Row
 #: Seconds for which an idle pump waits for another job before it leaves its thread. Waking a thread that waits here
 #: costs less than handing it a task.
 LINGER = 0.02
+
+
+#: Pieces for the host, or for the device: as arrays, one by one, and in groups.
+_Planned: TypeAlias = tuple[Reads, list[Row], list[slice]]
 
 
 class Command:
@@ -141,7 +145,7 @@ class QueueBackend(Backend):
             whole = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
             parts = plan.by_side(plan.cut(whole, self.piece_bytes, even=True), into)
             return [
-                _Planned(part, part.rows, plan.group(part, self.group_bytes, self.group_reads, self.group_bytes))
+                (part, part.rows, plan.group(part, self.group_bytes, self.group_reads, self.group_bytes))
                 for part in parts
             ]
 
@@ -153,14 +157,6 @@ class QueueBackend(Backend):
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "piece_bytes": self.piece_bytes}
-
-
-class _Planned(NamedTuple):
-    """Pieces for the host, or for the device: as arrays, one by one, and in groups."""
-
-    pieces: Reads
-    rows: list[Row]
-    groups: list[slice]
 
 
 class _Group:

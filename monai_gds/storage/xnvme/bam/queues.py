@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,15 +98,6 @@ class Pool(BounceBuffers):
         super().close()
 
 
-class _Read(NamedTuple):
-    """A read that waits for the next launch, or is part of the running one."""
-
-    tag: Any
-    lba: int
-    blocks: int
-    slot: int
-
-
 class BamQueue:
     """Queue pairs of a controller that a kernel drives. Reads that arrive while it runs wait for the next launch.
 
@@ -120,8 +111,9 @@ class BamQueue:
         self._controller, self._kernel, self._pool = controller, kernel, pool
         self._depth = depth
         self._pairs: list[QueuePair] = []
-        self._waiting: list[_Read] = []
-        self._running: list[_Read] = []
+        # Reads for the next launch, and those of the running one: tag, first block, blocks, slot.
+        self._waiting: list[tuple[Any, int, int, int]] = []
+        self._running: list[tuple[Any, int, int, int]] = []
         # Everything that the kernel is passed, in one piece of memory
         types = [(_BATCH, 1), (_QUEUE, pairs), (_COMMAND, pool.slots), (np.dtype(np.int32), pool.slots)]
         ends = np.cumsum([dtype.itemsize * count for dtype, count in types]).tolist()
@@ -164,7 +156,7 @@ class BamQueue:
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
         """Reads ``count`` blocks from ``block`` into the slot at ``address``, by the next launch."""
-        self._waiting.append(_Read(tag, block, count, self._pool.slot(address)))
+        self._waiting.append((tag, block, count, self._pool.slot(address)))
         return True
 
     def poll(self) -> list[Completion]:
@@ -200,7 +192,7 @@ class BamQueue:
             self._delete()
             self._create(pairs)
         self._running = []  # if no queue can be created, they stay in flight, and the drive is given up
-        return [Completion(read.tag, result, 0) for read, result in zip(running, results, strict=True)]
+        return [Completion(read[0], result, 0) for read, result in zip(running, results, strict=True)]
 
     def close(self) -> None:
         """Deletes the queues; nothing may be in flight."""
