@@ -129,9 +129,6 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
 
-    def path(self, file: int) -> str:
-        return self._reads.paths[file]
-
     def __contains__(self, file: int) -> bool:
         return file in self._handles
 
@@ -173,7 +170,7 @@ class OpenFiles:
             try:
                 self._close(handle)
             except Exception as e:
-                fail(file, naming_file(e, self.path(file)))
+                fail(file, naming_file(e, self._reads.paths[file]))
 
 
 class BlockingBackend(Backend):
@@ -335,11 +332,11 @@ class BlockingBackend(Backend):
             try:
                 if not pending.failed(file):
                     begin = time.perf_counter()
-                    self._fill(opened.handle(file), opened.path(file), offset, dest)
+                    self._fill(opened.handle(file), group.paths[file], offset, dest)
                     if dest.numel() <= limits.INLINE_BYTES:
                         self.latency.note(time.perf_counter() - begin)
             except Exception as e:
-                pending.fail(file, naming_file(e, opened.path(file)))
+                pending.fail(file, naming_file(e, group.paths[file]))
             pieces.popleft()
             opened.done(file)
 

@@ -443,7 +443,7 @@ class _Pump:
                     return True
         except Exception as e:
             self._in_flight.discard(command)
-            job.pending.fail(file, naming_file(e, opened.path(file)))
+            job.pending.fail(file, naming_file(e, job.paths[file]))
         self._complete(command)
         return True
 
@@ -459,7 +459,8 @@ class _Pump:
         return found
 
     def _check(self, command: Command, result: int | Exception) -> None:
-        job, path = command._group.job, command._group.opened.path(command._file)
+        job = command._group.job
+        path = job.paths[command._file]
         if isinstance(result, Exception):
             job.pending.fail(command._file, naming_file(result, path))
         elif 0 < result < command.nbytes:
@@ -478,7 +479,7 @@ class _Pump:
         try:
             group.opened.done(command._file)
         except Exception as e:
-            group.job.pending.fail(command._file, naming_file(e, group.opened.path(command._file)))
+            group.job.pending.fail(command._file, naming_file(e, group.job.paths[command._file]))
         group.unfinished -= 1
         if group.unfinished:
             return
