@@ -339,7 +339,7 @@ class _Pump:
                         self._step()
                 break
             except Exception as e:
-                self._end_all(e)
+                self._give_up(e)
                 break
             except BaseException as e:  # Ctrl-C in a caller's thread: commands in flight must still arrive
                 interrupt = e
@@ -375,16 +375,6 @@ class _Pump:
         self._naps += 1
         if self._naps > 3:  # other processes may take long before they give the processor back
             time.sleep(0 if self._naps < 20 else 50e-6)
-
-    def _end_all(self, error: Exception) -> None:
-        while True:
-            with self._changed.lock:
-                jobs, self._jobs = [*self._jobs, *self._incoming], []
-                self._incoming.clear()
-                if not jobs:
-                    self._stop_working()
-                    return
-            self._give_up(jobs, error)
 
     # Files and commands.
 
@@ -503,19 +493,26 @@ class _Pump:
         self._slots.sent(slot)
         return after
 
-    def _give_up(self, jobs: list[_Job], error: Exception) -> None:
-        """Ends jobs after an error of the queue itself: the device may still write to memory of what was in flight."""
-        if self._in_flight:
-            _abandoned.append(self._in_flight)
-            self._in_flight = set()
-        self._slots.give_back(abandon=True)
-        self._backend._give_up()
-        for job in jobs:
-            for opened in job.opened:
-                opened.close(job.pending.fail)
-            for file, path in enumerate(job.paths):
-                job.pending.fail(file, naming_file(RuntimeError(f"the queue failed: {error}"), path))
-            job.pending.finish()
+    def _give_up(self, error: Exception) -> None:
+        """Ends all jobs after an error of the queue itself: the device may still write to memory of those in flight."""
+        while True:
+            with self._changed.lock:
+                jobs, self._jobs = [*self._jobs, *self._incoming], []
+                self._incoming.clear()
+                if not jobs:
+                    self._stop_working()
+                    return
+            if self._in_flight:
+                _abandoned.append(self._in_flight)
+                self._in_flight = set()
+            self._slots.give_back(abandon=True)
+            self._backend._give_up()
+            for job in jobs:
+                for opened in job.opened:
+                    opened.close(job.pending.fail)
+                for file, path in enumerate(job.paths):
+                    job.pending.fail(file, naming_file(RuntimeError(f"the queue failed: {error}"), path))
+                job.pending.finish()
 
 
 #: Commands of queues that broke. Their destinations and slots are never freed.
