@@ -159,7 +159,7 @@ class DeepNvmeGdsBackend(VerifiedBackend):
     transfer_bytes = VerifiedBackend.piece_bytes  # one cuFile call per piece
 
     def open(self) -> None:
-        build.build_for_use("gds")
+        build.build("gds")
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
