@@ -85,11 +85,6 @@ class _File:
         if self._cold:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # every byte is read by now
-            self.cu_file.close()
-        os.close(self.fd)
-
 
 class KvikioBackend(QueueBackend):
     """Reads and writes CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
@@ -167,7 +162,9 @@ class KvikioBackend(QueueBackend):
             raise
 
     def _close(self, handle: _File) -> None:
-        handle.close()
+        with contextlib.suppress(Exception):  # every byte is read by now
+            handle.cu_file.close()
+        os.close(handle.fd)
 
     def _cu_file(self, fd: int, flags: str, path: str) -> Any:
         """Opens the file of a descriptor, since its path may name another file by now.
@@ -220,12 +217,11 @@ class KvikioBackend(QueueBackend):
         start in order: once one more task is complete, all earlier ones have started. Setting the number of threads,
         even to its current value, waits for the running ones.
         """
-        import kvikio.defaults
-
+        defaults = self._kvikio.defaults
         with contextlib.suppress(Exception):  # it fails as the others did
             file.cu_file.pread(np.empty(1, np.uint8), 1).get()
         with contextlib.suppress(Exception):
-            kvikio.defaults.set("num_threads", kvikio.defaults.get("num_threads"))
+            defaults.set("num_threads", defaults.get("num_threads"))
 
     # Writing.
 
@@ -247,11 +243,10 @@ class KvikioBackend(QueueBackend):
         self._posix.close()
 
     def describe(self) -> dict[str, Any]:
-        import kvikio.defaults
-
-        threads = kvikio.defaults.get("num_threads")
+        defaults = self._kvikio.defaults
+        threads = defaults.get("num_threads")
         # KvikIO's own bounce buffers are used only where it is given device memory.
-        bounce = kvikio.defaults.get("bounce_buffer_size") * threads if self.reaches_gpu else 0
+        bounce = defaults.get("bounce_buffer_size") * threads if self.reaches_gpu else 0
         return {
             **self._posix.describe(),
             "kvikio_threads": threads,
