@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monai_gds.base.units import bytes_of
-from monai_gds.errors import FileChanged, StorageError
+from monai_gds.errors import BlockMapError, FileChanged, StorageError
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent, disk_of, extents_in, look, transfers
@@ -63,6 +63,12 @@ class BlockBackend(QueueBackend):
     def _set_up(self, setup: Setup, drive: type[Drive] = Drive) -> None:
         """To be called when the backend is opened."""
         self.reaches_gpu = setup.reaches_gpu
+        if setup.user_space and setup.origin is not None and (array := setup.origin.disk.array) is not None:
+            raise BlockMapError(
+                f"the block map is of files on {setup.origin.disk.path}, an array of {len(array.members)} drives, and "
+                f"{setup.uri} is one of them at most: leave the drives to the kernel, mount the array, and leave be "
+                "and uri out"
+            )
         self._setup, self._drives = setup, Drives(setup, drive)
         if setup.user_space:
             assert setup.blockmap is not None and setup.uri is not None, "the constructors ask for them"
@@ -78,16 +84,16 @@ class BlockBackend(QueueBackend):
         if isinstance(path, WholeDisk):
             whole = self._drives.only()
             nbytes = whole.blocks * whole.block
-            return _File(path, nbytes, [Extent(0, 0, nbytes)], whole)
+            return _File(path, nbytes, [Extent(0, 0, nbytes)], {None: whole})
         if self._setup.user_space:
             blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
-            return _File(path, blocks.size, blocks.extents, self._drives.only())
+            return _File(path, blocks.size, blocks.extents, {None: self._drives.only()})
         with ExitStack() as on_error:
             fd = open_file(path, expected, regular=True)
             on_error.callback(os.close, fd)
             st = os.fstat(fd)
-            fs, drive = self._drives.of_file(fd, st.st_dev, path)
-            on_error.callback(self._drives.release, drive)
+            fs, drives = self._drives.of_file(fd, st.st_dev, path)
+            on_error.callback(self._drives.release, drives.values())
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             if self._setup.blockmap is not None:
@@ -97,11 +103,11 @@ class BlockBackend(QueueBackend):
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             on_error.pop_all()
-            return _File(path, st.st_size, extents, drive, fd, answer)
+            return _File(path, st.st_size, extents, drives, fs.disk, fd, answer)
 
     def _close(self, handle: _File) -> None:
         """Raises FileChanged if the blocks that were read are no longer the file's."""
-        self._drives.release(handle.drive)
+        self._drives.release(handle.drives.values())
         if handle.fd >= 0:
             try:
                 if look(handle.fd, handle.size) != handle.answer:
@@ -113,19 +119,22 @@ class BlockBackend(QueueBackend):
         if self._waiting or self._burst >= _BURST:
             return False
         file: _File = command.handle
-        drive, end = file.drive, command.offset + command.nbytes
+        drives, end = file.drives.values(), command.offset + command.nbytes
         if end > file.size:
             raise ends_early(file.size, end - file.size, file.path)
         read, address = _Read(command), command.address
         for at, nbytes, place, direct in transfers(
             file.extents, command.offset, command.nbytes, base=address, room=command.room,
-            block=drive.block, most=drive.most, direct=drive.reaches(command.memory),
+            block=max(drive.block for drive in drives), most=min(drive.most for drive in drives),
+            direct=all(drive.reaches(command.memory) for drive in drives),
         ):  # fmt: skip
             if place is None:
                 command.memory[command.start + at :][:nbytes].zero_()
                 continue
-            self._waiting.append(_Transfer(read, drive, at, nbytes, place, address + at if direct else None))
-            read.unfinished += 1
+            for drive, first, count in file.on_drives(place, nbytes):
+                self._waiting.append(_Transfer(read, drive, at, count, first, address + at if direct else None))
+                read.unfinished += 1
+                at += count
         if read.unfinished:
             self._issue()
         else:
@@ -286,7 +295,7 @@ class XnvmeBlockBackend(BlockBackend):
             assert drive.buffers is not None, "the setup asks for them"
             return drive.buffers.tensor(nbytes)
         finally:
-            self._drives.release(drive)
+            self._drives.release([drive])
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         pending = super().start(reads, into)
@@ -304,14 +313,30 @@ class XnvmeBlockBackend(BlockBackend):
 
 
 class _File(NamedTuple):
-    """An open file. ``fd`` is -1 where no file system is mounted; ``answer`` is the result of :func:`.extents.look`."""
+    """An open file.
+
+    Attributes:
+        drives: those that it lies on, by the number of the disk; under None the only one, for a driver in user space.
+        disk: the disk or the array of its file system; None where none is mounted.
+        fd: -1 where none is mounted.
+        answer: the result of :func:`.extents.look`.
+    """
 
     path: str
     size: int
     extents: Sequence[Extent]
-    drive: Drive
+    drives: Mapping[str | None, Drive]
+    disk: Disk | None = None
     fd: int = -1
     answer: bytes = b""
+
+    def on_drives(self, place: int, nbytes: int) -> Iterator[tuple[Drive, int, int]]:
+        """Where bytes of its disk lie: drive, first byte there, how many."""
+        if self.disk is None:
+            yield self.drives[None], place, nbytes
+        else:
+            for disk, first, count in self.disk.pieces(place, nbytes):
+                yield self.drives[disk.number], first, count
 
 
 @dataclass(slots=True)
