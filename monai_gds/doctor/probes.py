@@ -95,12 +95,13 @@ def disk(directory: str) -> dict[str, Any]:
 
     with opened(directory, os.O_DIRECTORY) as fd:
         fs = FileSystem.of(fd, directory)
-    problem = ""
-    try:
-        os.close(fs.disk.open())
-    except OSError as e:
-        problem = os.strerror(e.errno) if e.errno else str(e)
-    remedy = how_to_be_let_read(fs.disk.path) if problem else ""
+    problem = remedy = ""
+    for drive in fs.disk.drives.values():
+        try:
+            os.close(drive.open())
+        except OSError as e:
+            problem = os.strerror(e.errno) if e.errno else str(e)
+            remedy = how_to_be_let_read(drive.path)
     return {"kind": fs.kind, "disk": fs.disk.path, "readable": not problem, "problem": problem, "remedy": remedy}
 
 

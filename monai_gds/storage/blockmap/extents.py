@@ -262,7 +262,7 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
             array=array,
         )
     except ValueError as e:
-        raise _refusal(path, f"it is on {folder.name}, an md array whose members are not certain: {e}") from e
+        raise _refusal(path, f"it is on {folder.name}, an md array, and where its bytes lie is not certain: {e}") from e
 
 
 def _member(device: Path, path: str) -> tuple[Disk, int]:

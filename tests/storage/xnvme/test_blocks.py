@@ -22,7 +22,7 @@ import torch
 from monai.transforms import Transform
 
 from monai_gds import GDSDataset
-from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
+from monai_gds.errors import BlockMapError, CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.storage import FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage import queue as queue_module
 from monai_gds.storage.blockmap.block_map import BlockMap
@@ -37,6 +37,7 @@ from monai_gds.testing.tools import bytes_of, content
 from tests.fresh import warm
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 from tests.storage import simulated
+from tests.storage.blockmap.striped import ARRAYS, striped
 from tests.storage.full_contract import FullContract
 from tests.storage.xnvme import libraries
 
@@ -237,6 +238,48 @@ def test_every_file_on_every_disk(filled: LoopDisk, library: str, mapped: bool) 
             ranges = [(o, n) for o in range(0, len(data), 33_333) for n in (1, 777, 40_000) if o + n <= len(data)]
             got = storage.load(Reads.of(str(path), ranges)).wait()
             assert [bytes_of(t) for t in got] == [data[o : o + n] for o, n in ranges]
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "over a map"])
+@pytest.mark.parametrize("array", ARRAYS)
+def test_every_file_on_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str, mapped: bool) -> None:
+    """Simulated; see :mod:`tests.storage.blockmap.striped`."""
+
+    def fill(folder: Path) -> None:
+        (folder / "set").mkdir()
+        for seed, size in enumerate((*SIZES, *[900_001] * 20)):
+            (folder / f"set/{seed}.bin").write_bytes(content(size, seed))
+
+    with striped(tmp_path, *ARRAYS[array], fill, monkeypatch) as made, libraries.using("double"):
+        options = {"blockmap": BlockMap.build(made.disk.folder / "set")} if mapped else {}
+        double = libraries.Double()
+        double.reset()
+        with opened(**options) as storage:
+            for seed, size in enumerate((*SIZES, *[900_001] * 20)):
+                path = made.disk.folder / f"set/{seed}.bin"
+                assert whole(storage, path) == content(size, seed)
+                got = storage.load(Reads.of(str(path), [(size // 3, size // 2)])).wait()
+                assert bytes_of(got[0]) == content(size, seed)[size // 3 :][: size // 2]
+            assert double.count("devices") == len(made.members)
+            double.fail("BAD_STATUS")
+            with pytest.raises(StorageError, match="NVMe status"):
+                whole(storage, path)
+            double.fail("NONE")
+            assert whole(storage, path) == content(size, seed), "its drives are opened again"
+        with opened(uri=made.members[0]) as storage, pytest.raises(StorageError, match="this storage reads"):
+            whole(storage, path)
+
+
+def test_an_array_is_read_through_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "any.bin").write_bytes(b"x")
+
+    with striped(tmp_path, *ARRAYS["equal"], fill, monkeypatch) as array, libraries.using("double"):
+        blocks = BlockMap.build(array.disk.folder)
+        with pytest.raises(BlockMapError, match=r"an array of 3 drives, and 0000:01:00\.0 is one of them"):
+            open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=blocks)
+        with pytest.raises(NotMappable, match="an array of drives: leave uri out"):
+            open_storage("xnvme-block", "cpu", uri=array.disk.device)
 
 
 # Over one ext4 disk.
