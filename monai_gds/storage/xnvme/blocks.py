@@ -304,9 +304,11 @@ class XnvmeBlockBackend(BlockBackend):
         return pending
 
     def describe(self) -> dict[str, Any]:
+        setup = self._setup
         return {
             **super().describe(),
             "library": self._library.describe(),
+            "shm_id": self._library.shm_id(setup.uri or "", setup.be or "") or "the drive is not shared",
             "be": self._setup.be or "io_uring, else thrpool",
             "mem": self._setup.mem or "that of be",
         }

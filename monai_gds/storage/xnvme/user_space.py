@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import threading
+import zlib
 from pathlib import Path
 
 from monai_gds.errors import StorageError
@@ -42,7 +43,7 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
     device = root / _DEVICES / address
     if not device.exists():
         return "this machine has no PCI device of that address"
-    bound = os.path.basename(os.path.realpath(device / "driver")) if (device / "driver").exists() else "no driver"
+    bound = _bound_driver(device)
     if bound not in _FOR_USER_SPACE:
         return f"it is bound to {bound}: unmount it and bind it to uio_pci_generic or vfio-pci (`xnvme-driver` does)"
     if code == errno.ENOMEM and driver in UPCIE:
@@ -54,31 +55,70 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
     return ""
 
 
+def _bound_driver(device: Path) -> str:
+    """The driver of the kernel that a PCI device in /sys is bound to."""
+    link = device / "driver"
+    return os.path.basename(os.path.realpath(link)) if link.exists() else "no driver"
+
+
+def sharing_id(address: str, driver: str, root: Path = Path("/")) -> int:
+    """The ``shm_id`` by which processes share a drive: the same in all of them. 0 where the driver cannot share it.
+
+    uPCIe shares its memory only where that lies in huge pages, and not with a drive that is bound to vfio-pci.
+    """
+    if full_address(address) is None:
+        return 0  # it is elsewhere in the network, where several may ask for it
+    if driver in UPCIE and _bound_driver(root / _DEVICES / address) != "uio_pci_generic":
+        return 0
+    return zlib.crc32(address.encode()) % ((1 << 31) - 1) + 1  # xNVMe takes it for an int
+
+
 class Claims:
-    """The drives that this process drives. A second one would reset a drive, and the reads of the first would hang."""
+    """The drives that this process drives.
+
+    A second process would reset a drive, and the reads of the first would hang, unless the driver shares it.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._lock = threading.Lock()
         self._held: dict[tuple[int, str], tuple[int, int]] = {}  # by process and address: descriptor, and how often
 
-    def take(self, address: str) -> None:
-        """Claims a drive, once more where this process has it. Raises StorageError where another process has it."""
+    def take(self, address: str, *, shared: bool = False) -> bool:
+        """Claims a drive, once more where this process has it. Returns whether it did not have it.
+
+        Args:
+            address: that of the drive.
+            shared: whether other processes may have it, if theirs are shared too.
+
+        Raises:
+            StorageError: another process has it.
+        """
         key = os.getpid(), address
         with self._lock:
+            if shared and any(pid != key[0] for pid, _ in self._held):
+                why = "this one was forked from it, with the driver's memory: start processes by 'spawn'"
+                raise StorageError(errno.EBUSY, f"another process reads this drive in user space, and {why}", address)
             fd, count = self._held.get(key, (-1, 0))
-            self._held[key] = (self._locked(address) if fd < 0 else fd, count + 1)
+            self._held[key] = (
+                self._locked(address, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) if fd < 0 else fd,
+                count + 1,
+            )
+            return not count
 
-    def _locked(self, address: str) -> int:
+    def _locked(self, address: str, how: int) -> int:
         try:
             fd = os.open(self._root / _DEVICES / address / "config", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return -1  # opening the drive gives a better error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError as e:
             os.close(fd)
-            why = "another process reads this drive in user space, and only one can: read it in a single process"
+            why = (
+                "another process reads this drive in user space, and only one can: read it in a single process, or in "
+                "each by be='upcie' of xNVMe's development branch of July 2026 or later, bound to uio_pci_generic"
+            )
             raise StorageError(errno.EBUSY, why, address) from e
         return fd
 
