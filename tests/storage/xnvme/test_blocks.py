@@ -8,6 +8,7 @@ import itertools
 import logging
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -29,7 +30,7 @@ from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Extent
 from monai_gds.storage.blockmap.inodes import inode_table
 from monai_gds.storage.blockmap.saved import FileBlocks
-from monai_gds.storage.xnvme import libxnvme
+from monai_gds.storage.xnvme import libxnvme, user_space
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.disks import small_disk
@@ -770,6 +771,34 @@ def _user_space(
     return opened(**{"uri": "0000:01:00.0", "be": "upcie", "blockmap": blocks, **options})
 
 
+#: Reads a file by a driver in user space, as another process: prints what came of it.
+_OTHER_PROCESS = """
+import sys
+from monai_gds import open_storage
+from monai_gds.storage import Reads
+from monai_gds.storage.xnvme import user_space
+user_space._DEVICES = sys.argv[1]
+storage = open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=sys.argv[2])
+try:
+    read = storage.load(Reads.of(sys.argv[3], [(0, 3_000_000)])).wait()[0].numel()
+    print(f"read {read} bytes, shm_id {storage.describe()['shm_id']}")
+except OSError as e:
+    print(e)
+"""
+
+
+def _pci_device(root: Path, driver: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The drive's folder in a /sys below ``root``, where a driver of the kernel has it."""
+    device = root / "devices/0000:01:00.0"
+    device.mkdir(parents=True, exist_ok=True)
+    (device / "config").touch()
+    (root / driver).mkdir()
+    (device / "driver").unlink(missing_ok=True)
+    (device / "driver").symlink_to(root / driver)
+    monkeypatch.setattr(user_space, "_DEVICES", str(root / "devices"))
+    return device
+
+
 class TestUserSpace:
     def test_reads_by_the_map_alone(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
         (disk.folder / "set/small.bin").write_bytes(content(777))
@@ -985,6 +1014,48 @@ class TestUserSpace:
         with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes="128MiB", mem="cpu") as storage:
             assert whole(storage, file) == content(3_000_000)
         assert (double.count("nsid"), double.count("heap_mib")) == (2, 128)
+
+    def test_processes_share_a_drive(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Simulated: the double counts what it was opened with, and is a drive that any process may open."""
+        device = _pci_device(tmp_path, "uio_pci_generic", monkeypatch)
+        monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
+        double = libraries.Double("double next")
+        BlockMap.build(disk.folder / "set", checksums=True).save(tmp_path / "map.json")
+        other = [sys.executable, "-c", _OTHER_PROCESS, str(device.parent), str(tmp_path / "map.json"), str(file)]
+        with libraries.using("double next"), _user_space(disk) as storage:
+            double.reset()
+            assert whole(storage, file) == content(3_000_000)
+            assert double.count("shm_id") == storage.describe()["shm_id"] > 0
+            assert run(*other) == f"read 3000000 bytes, shm_id {double.count('shm_id')}"
+            assert whole(storage, file) == content(3_000_000)
+            child = os.fork()
+            if not child:
+                try:
+                    libxnvme.claims.take("0000:01:00.0", shared=True)
+                except StorageError as e:
+                    os._exit(0 if "start processes by 'spawn'" in str(e) else 2)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "it has the memory of the driver"
+        assert double.count("devices") == 1, "else closing it would end the reads of the others"
+        _pci_device(tmp_path, "vfio-pci", monkeypatch)
+        with libraries.using("double next"):
+            assert "another process reads this drive in user space" in run(*other)
+
+    @pytest.mark.parametrize(("kind", "be"), [("double", "upcie"), ("double next", "libvfn")])
+    def test_a_library_or_a_driver_that_does_not_share(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, be: str
+    ) -> None:
+        _pci_device(tmp_path, "uio_pci_generic", monkeypatch)
+        monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
+        double = libraries.Double(kind)
+        with libraries.using(kind), _user_space(disk, be=be) as storage:
+            double.reset()
+            storage.load(Reads.of("set/file.bin", [(0, 1)])).wait()
+            assert (double.count("shm_id"), double.count("devices")) == (0, 1)
+            with pytest.raises(StorageError, match="another process reads this drive"):
+                user_space.Claims().take("0000:01:00.0", shared=True)
 
     def test_an_address_without_its_domain(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
         with _user_space(disk, uri="01:00.0") as storage:
