@@ -327,6 +327,8 @@ def libxnvme(answers: Answers) -> Finding:
         problem = answer.error or str(values["problem"])
         return Finding("libxnvme", Status.MISSING, problem, str(values.get("remedy", "")))
     built = f"; built with {', '.join(values['drivers'])}" if values["drivers"] else ""
+    if values["sharing"]:
+        built += f"; several processes can read one drive by {', '.join(values['sharing'])}"
     return Finding("libxnvme", Status.OK, f"{values['version']} at {values['found']}{built}", "", values)
 
 

@@ -82,7 +82,8 @@ def libxnvme() -> dict[str, Any]:
         library = binding.load()
     except BackendUnavailable as e:
         return {"problem": str(e), "remedy": binding.HOW_TO_GET_IT}
-    return {"version": library.version(), "drivers": library.drivers(), "found": library.describe()}
+    drivers = {"drivers": library.drivers(), "sharing": library.sharing_drivers()}
+    return {"version": library.version(), "found": library.describe(), **drivers}
 
 
 def disk(directory: str) -> dict[str, Any]:
@@ -102,7 +103,10 @@ def disk(directory: str) -> dict[str, Any]:
         except OSError as e:
             problem = os.strerror(e.errno) if e.errno else str(e)
             remedy = how_to_be_let_read(drive.path)
-    return {"kind": fs.kind, "disk": fs.disk.path, "readable": not problem, "problem": problem, "remedy": remedy}
+    disk = fs.disk.path
+    if fs.disk.members:
+        disk += f", which lies on {', '.join(drive.path for drive in fs.disk.drives.values())}"
+    return {"kind": fs.kind, "disk": disk, "readable": not problem, "problem": problem, "remedy": remedy}
 
 
 def cufile(device: str | None, folder: str) -> dict[str, Any]:

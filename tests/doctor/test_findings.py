@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from monai_gds import doctor as doctor_package
-from monai_gds.doctor import Diagnosis, Status, examine, findings
+from monai_gds.doctor import Diagnosis, Status, examine, findings, probes
 from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import Machine
 from tests.doctor.laid import CLOSED_DRIVER, Laid, answers
 from tests.machines import mounted_tmpfs
+from tests.storage.xnvme import libraries
 
 
 @pytest.mark.parametrize(
@@ -380,7 +381,7 @@ def test_io_uring(laid: Laid) -> None:
 
 
 def test_a_disk_that_cannot_be_read_shows_its_remedy(laid: Laid) -> None:
-    library = Answer({"version": "0.7.5", "drivers": [], "found": "/lib/libxnvme.so"})
+    library = Answer({"version": "0.7.5", "drivers": [], "sharing": [], "found": "/lib/libxnvme.so"})
     told = {"kind": "ext4", "disk": "/dev/vda", "readable": False, "problem": "Operation not permitted",
             "remedy": "run as root"}  # fmt: skip
     found = laid.findings(answers(libxnvme=library, blocks=Answer(told)))["blocks"]
@@ -388,6 +389,12 @@ def test_a_disk_that_cannot_be_read_shows_its_remedy(laid: Laid) -> None:
     assert found.remedy == "run as root"
     readable = {**told, "readable": True, "problem": ""}
     assert laid.findings(answers(libxnvme=library, blocks=Answer(readable)))["blocks"].status is Status.OK
+
+
+def test_the_drivers_by_which_processes_share_a_drive(laid: Laid) -> None:
+    with libraries.using("double next"):
+        found = laid.findings(answers(libxnvme=Answer(probes.libxnvme())))["libxnvme"].found
+    assert found.endswith("; several processes can read one drive by upcie")
 
 
 def test_a_torch_that_does_not_answer_is_a_failure(laid: Laid) -> None:

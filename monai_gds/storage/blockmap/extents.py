@@ -98,10 +98,11 @@ class Disk:
         number: ``major:minor``.
         block_size: bytes per logical block, 512 or 4096.
         max_transfer: most bytes per command that the kernel sends.
-        array: how its bytes lie on other disks; None for a disk.
+        array: how its bytes lie on its members; None for a disk.
+        members: the disks that an array is made of.
 
     Raises:
-        ValueError: the bytes of the array do not lie in its blocks, or are more or fewer than its own.
+        ValueError: the array and its members do not fit together.
     """
 
     name: str
@@ -110,14 +111,18 @@ class Disk:
     nbytes: int
     max_transfer: int
     array: Raid0 | None = None
+    members: tuple[Disk, ...] = ()
 
     def __post_init__(self) -> None:
         if (array := self.array) is None:
             return
         if array.nbytes != self.nbytes:
             raise ValueError(f"its members hold {array.nbytes} bytes, and it has {self.nbytes}")
-        if any(part % self.block_size for part in (array.chunk, *(member.start for member in array.members))):
+        if any(place % self.block_size for place in (array.chunk, *(part.start for part in array.parts))):
             raise ValueError(f"its chunks do not lie in whole blocks of {self.block_size} bytes")
+        for disk, part in zip(self.members, array.parts, strict=True):
+            if not 0 <= part.start <= disk.nbytes - part.nbytes:
+                raise ValueError(f"its data lie outside {disk.path}")
 
     @property
     def path(self) -> str:
@@ -126,11 +131,15 @@ class Disk:
     @property
     def drives(self) -> dict[str, Disk]:
         """The disks that its bytes lie on, by number: itself, or the members of its array."""
-        return {disk.number: disk for disk in ([self] if self.array is None else self.array.disks)}
+        return {disk.number: disk for disk in self.members or (self,)}
 
     def pieces(self, start: int, nbytes: int) -> Iterator[tuple[Disk, int, int]]:
         """The disks that bytes lie on, in their order: disk, first byte there, how many."""
-        yield from [(self, start, nbytes)] if self.array is None else self.array.pieces(start, nbytes)
+        if self.array is None:
+            yield self, start, nbytes
+        else:
+            for member, first, count in self.array.pieces(start, nbytes):
+                yield self.members[member], first, count
 
     def open(self) -> int:
         """Opens the disk for O_DIRECT reads and returns the descriptor, which the caller closes.
@@ -247,10 +256,11 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
     for mark, layer in (("dm", "device-mapper (LVM, LUKS…)"), ("bcache", "bcache")):
         if (folder / mark).is_dir():
             raise _refusal(path, f"it is on {folder.name}, {layer}: its blocks lie elsewhere on the disks below")
-    array = None
+    array: Raid0 | None = None
+    members: tuple[Disk, ...] = ()
     try:
         if (folder / "md").is_dir() and not member:
-            array = array_in(folder / "md", lambda device: _member(device, path))
+            array, members = array_in(folder / "md", lambda device: _member(device, path))
         elif any((folder / "slaves").glob("*")):
             raise _refusal(path, f"it is on {folder.name}, which is made of other devices: its blocks lie elsewhere")
         return Disk(
@@ -260,6 +270,7 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
             nbytes=int((folder / "size").read_text()) * 512,
             max_transfer=int((folder / "queue/max_sectors_kb").read_text()) * 1024,
             array=array,
+            members=members,
         )
     except ValueError as e:
         raise _refusal(path, f"it is on {folder.name}, an md array, and where its bytes lie is not certain: {e}") from e

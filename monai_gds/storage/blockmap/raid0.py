@@ -14,25 +14,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from monai_gds.storage.blockmap.extents import Disk
+D = TypeVar("D")
 
 #: Values of ``layout``: turns are counted from the first chunk of the array, or of the zone.
 ORIGINAL, ALTERNATE = 1, 2
 
 
 @dataclass(frozen=True)
-class Member:
-    """One drive of an array.
+class Part:
+    """An array's data on one of its members.
 
     Attributes:
-        start: first byte of the array's data on the whole disk.
+        start: their first byte on the whole disk.
         nbytes: how many there are, in whole chunks.
     """
 
-    disk: Disk
     start: int
     nbytes: int
 
@@ -40,7 +38,7 @@ class Member:
 class _Zone(NamedTuple):
     start: int  # first byte of the array
     level: int  # bytes of each member's data before it
-    members: list[Member]
+    members: list[int]
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class Raid0:
     Attributes:
         chunk: bytes that lie on one member before it is the next one's turn.
         layout: see the module; of no meaning where all members have one size.
+        parts: of each member, in their order.
 
     Raises:
         ValueError: no array is like that, or its layout is not certain.
@@ -57,10 +56,10 @@ class Raid0:
 
     chunk: int
     layout: int
-    members: tuple[Member, ...]
+    parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
-        sizes = {member.nbytes for member in self.members}
+        sizes = {part.nbytes for part in self.parts}
         if not sizes or self.chunk < 1 or any(size < self.chunk or size % self.chunk for size in sizes):
             raise ValueError(f"its members do not hold whole chunks of {self.chunk} bytes")
         if len(sizes) > 1 and self.layout not in (ORIGINAL, ALTERNATE):
@@ -71,24 +70,20 @@ class Raid0:
 
     @property
     def nbytes(self) -> int:
-        return sum(member.nbytes for member in self.members)
-
-    @property
-    def disks(self) -> list[Disk]:
-        return [member.disk for member in self.members]
+        return sum(part.nbytes for part in self.parts)
 
     @cached_property
     def _zones(self) -> list[_Zone]:
         zones: list[_Zone] = []
         start = level = 0
-        for size in sorted({member.nbytes for member in self.members}):
-            members = [member for member in self.members if member.nbytes > level]
+        for size in sorted({part.nbytes for part in self.parts}):
+            members = [number for number, part in enumerate(self.parts) if part.nbytes > level]
             zones.append(_Zone(start, level, members))
             start, level = start + (size - level) * len(members), size
         return zones
 
-    def pieces(self, start: int, nbytes: int) -> Iterator[tuple[Disk, int, int]]:
-        """Where bytes of the array lie, in their order: disk, first byte there, how many."""
+    def pieces(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Where bytes of the array lie, in their order: number of the member, first byte on its disk, how many."""
         end = start + nbytes
         while start < end:
             zone = self._zones[bisect_right(self._zones, start, key=lambda zone: zone.start) - 1]
@@ -97,12 +92,12 @@ class Raid0:
             turn = within if self.layout == ALTERNATE else chunk
             member, count = zone.members[turn % len(zone.members)], min(self.chunk - inside, end - start)
             row = within // len(zone.members)
-            yield member.disk, member.start + zone.level + row * self.chunk + inside, count
+            yield member, self.parts[member].start + zone.level + row * self.chunk + inside, count
             start += count
 
 
-def array_in(folder: Path, whole: Callable[[Path], tuple[Disk, int]]) -> Raid0:
-    """The array that a folder of sysfs describes.
+def array_in(folder: Path, whole: Callable[[Path], tuple[D, int]]) -> tuple[Raid0, tuple[D, ...]]:
+    """The array that a folder of sysfs describes, and the disks of its members.
 
     Args:
         folder: the folder ``md`` of a block device.
@@ -117,13 +112,13 @@ def array_in(folder: Path, whole: Callable[[Path], tuple[Disk, int]]) -> Raid0:
 
     if (level := (folder / "level").read_text().strip()) != "raid0":
         raise ValueError(f"it is {level or 'not assembled'}, and only in raid0 every byte has one place")
-    chunk, slots = number("chunk_size"), {}
+    chunk, slots = number("chunk_size"), dict[int, tuple[D, Part]]()
     for device in sorted(folder.glob("dev-*")):
         disk, start = whole((device / "block").resolve())
         nbytes = number(f"{device.name}/size") * 1024
-        slots[number(f"{device.name}/slot")] = Member(
-            disk, start + number(f"{device.name}/offset") * 512, nbytes - nbytes % max(chunk, 1)
-        )
+        part = Part(start + number(f"{device.name}/offset") * 512, nbytes - nbytes % max(chunk, 1))
+        slots[number(f"{device.name}/slot")] = disk, part
     if sorted(slots) != list(range(number("raid_disks"))):
         raise ValueError(f"it has {number('raid_disks')} members, and sysfs shows those of slots {sorted(slots)}")
-    return Raid0(chunk, number("layout"), tuple(slots[slot] for slot in sorted(slots)))
+    disks, parts = zip(*(slots[slot] for slot in sorted(slots)), strict=True)
+    return Raid0(chunk, number("layout"), parts), disks

@@ -17,9 +17,9 @@ A saved map is one JSON object, from paths to blocks::
   was; a reader whose disk is mounted elsewhere takes another one.
 * Blocks have ``block_size`` bytes, the logical block size of the disk, and are numbered from the start of the whole
   disk. ``endblock`` is the last one.
-* Where the disk is an md RAID0, blocks are numbered on the array, and ``array`` of ``disk`` says how these lie on its
-  members: bytes of a ``chunk``, ``layout``, and the ``members`` in their order, each with its disk and, in bytes, the
-  ``start`` of its data there and their size. :mod:`.raid0` has the arithmetic.
+* Where the disk is an md RAID0, blocks are numbered on the array. Its ``members`` are disks too, and ``array`` says how
+  its bytes lie on them: those of a ``chunk``, the ``layout``, and in ``parts`` where its data begin on each and how
+  many there are. :mod:`.raid0` has the arithmetic.
 * A file of one extent has ``startblock`` and ``endblock``, which any program that knows only these reads correctly.
   Every other file has ``extents`` instead, each ``[first block within the file, startblock, endblock]``; such a program
   fails on it instead of reading wrong bytes. Ranges that no extent covers are zeros.
@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 
 from monai_gds.errors import BlockMapError, FileChanged
 from monai_gds.storage.blockmap.extents import Disk, Extent, FileSystem, extents_in, look
-from monai_gds.storage.blockmap.raid0 import Member, Raid0
+from monai_gds.storage.blockmap.raid0 import Part, Raid0
 
 VERSION = 1
 HEADER = "__blockmap__"  # not a path: those contain a slash
@@ -242,19 +242,16 @@ def _origin(header: Mapping[str, Any]) -> Origin:
 
 def _disk(entry: Mapping[str, Any]) -> Disk:
     array = entry.get("array")
+    members: tuple[Disk, ...] = ()
     if array is not None:
-        members = [
-            Member(_disk({**one["disk"], "array": None}), _whole(one["start"]), _whole(one["nbytes"]))
-            for one in array["members"]
-        ]
-        if any(not 0 <= one.start <= one.disk.nbytes - one.nbytes for one in members):
-            raise ValueError("the data of its array lie outside a member")
-        array = Raid0(_whole(array["chunk"]), _whole(array["layout"]), tuple(members))
+        parts = tuple(Part(_whole(part["start"]), _whole(part["nbytes"])) for part in array["parts"])
+        array = Raid0(_whole(array["chunk"]), _whole(array["layout"]), parts)
+        members = tuple(_disk({**one, "array": None}) for one in entry["members"])
     for number in ("block_size", "nbytes", "max_transfer"):
         _whole(entry[number])
     if entry["block_size"] not in (512, 1024, 2048, 4096):
         raise BlockMapError(f"its disk has blocks of {entry['block_size']} bytes")
-    disk = Disk(**{**entry, "array": array})
+    disk = Disk(**{**entry, "array": array, "members": members})
     if not re.fullmatch(r"[A-Za-z0-9][\w!:.-]*", _text(disk.name), re.ASCII):
         raise ValueError(f"{disk.name!r:.100} is not the name of a disk in /dev")
     if not re.fullmatch(r"[0-9]+:[0-9]+", _text(disk.number), re.ASCII):

@@ -63,9 +63,9 @@ class BlockBackend(QueueBackend):
     def _set_up(self, setup: Setup, drive: type[Drive] = Drive) -> None:
         """To be called when the backend is opened."""
         self.reaches_gpu = setup.reaches_gpu
-        if setup.user_space and setup.origin is not None and (array := setup.origin.disk.array) is not None:
+        if setup.user_space and setup.origin is not None and (members := setup.origin.disk.members):
             raise BlockMapError(
-                f"the block map is of files on {setup.origin.disk.path}, an array of {len(array.members)} drives, and "
+                f"the block map is of files on {setup.origin.disk.path}, an array of {len(members)} drives, and "
                 f"{setup.uri} is one of them at most: leave the drives to the kernel, mount the array, and leave be "
                 "and uri out"
             )

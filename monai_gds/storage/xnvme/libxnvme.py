@@ -201,14 +201,12 @@ class Library:
         return [os.fsdecode(driver.name) for driver in self._drivers()]
 
     def shm_id(self, uri: str, driver: str) -> int:
-        """The ``shm_id`` by which processes share a drive in user space; 0 where only one can have it.
+        """The ``shm_id`` by which processes share a drive in user space; 0 where only one can have it."""
+        return sharing_id(uri, driver) if driver in self.sharing_drivers() else 0
 
-        Drivers of the development branch say whether they share. Release 0.7.5 has the option, but says nothing.
-        """
-        says = self.layout == "next" and any(
-            one.caps & _SHARES for one in self._drivers() if os.fsdecode(one.name) == driver
-        )
-        return sharing_id(uri, driver) if says else 0
+    def sharing_drivers(self) -> list[str]:
+        """The drivers that say that they share drives. Those of release 0.7.5 have the option, but say nothing."""
+        return [os.fsdecode(one.name) for one in self._drivers() if self.layout == "next" and one.caps & _SHARES]
 
     def _drivers(self) -> list[_Attribute]:
         return (_list_0_7 if self.layout == "0.7" else _list_next)(self.api)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from monai_gds.errors import BlockMapError, NotMappable
 from monai_gds.storage.blockmap.block_map import BlockMap
-from monai_gds.storage.blockmap.extents import Disk
-from monai_gds.storage.blockmap.raid0 import Member, Raid0
+from monai_gds.storage.blockmap.raid0 import Part, Raid0
 from tests.loopdisk import loop_device, needs_root, run
 from tests.storage.blockmap.striped import ARRAYS, Striped, dealt, striped
 
@@ -43,12 +42,10 @@ def array(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_pieces_are_where_md_puts_them(chunk: int, sizes: list[int], layout: int, ends: tuple[int, int]) -> None:
     """Against a model that deals chunks out to the members, one after the other."""
     data = np.random.default_rng(len(sizes)).bytes(sum(sizes) * chunk)
-    disks = [Disk(f"d{i}", f"8:{i}", 512, 1 << 20, 1 << 20) for i in range(len(sizes))]
-    parts = zip(disks, sizes, strict=True)
-    array = Raid0(chunk, layout, tuple(Member(disk, 512 * i, n * chunk) for i, (disk, n) in enumerate(parts)))
-    on = {f"d{i}": bytes(512 * i) + member for i, member in enumerate(dealt(data, chunk, sizes, layout))}
+    array = Raid0(chunk, layout, tuple(Part(512 * i, size * chunk) for i, size in enumerate(sizes)))
+    on = [bytes(512 * i) + member for i, member in enumerate(dealt(data, chunk, sizes, layout))]
     start, end = sorted(min(end, len(data)) for end in ends)
-    found = b"".join(on[disk.name][at : at + nbytes] for disk, at, nbytes in array.pieces(start, end - start))
+    found = b"".join(on[member][at : at + nbytes] for member, at, nbytes in array.pieces(start, end - start))
     assert found == data[start:end]
 
 
@@ -122,7 +119,7 @@ def test_an_array_of_arrays_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     ("change", "match"),
     [
         ({"chunk": 0}, "whole chunks"), ({"chunk": 1000}, "whole chunks"), ({"chunk": "1"}, "whole number"),
-        ({"members": []}, "whole chunks"), ({"layout": 7}, "layout, 7"),
+        ({"parts": []}, "whole chunks"), ({"layout": 7}, "layout, 7"),
     ],
 )  # fmt: skip
 def test_a_map_with_an_array_that_cannot_be(

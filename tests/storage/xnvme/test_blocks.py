@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,41 +242,58 @@ def test_every_file_on_every_disk(filled: LoopDisk, library: str, mapped: bool) 
             assert [bytes_of(t) for t in got] == [data[o : o + n] for o, n in ranges]
 
 
+def fill_array(folder: Path) -> None:
+    (folder / "set").mkdir()
+    for seed, size in enumerate((*SIZES, *[900_001] * 20)):
+        (folder / f"set/{seed}.bin").write_bytes(content(size, seed))
+
+
+@pytest.mark.parametrize("library", ["real", "double"])
 @pytest.mark.parametrize("mapped", [False, True], ids=["", "over a map"])
 @pytest.mark.parametrize("array", ARRAYS)
-def test_every_file_on_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str, mapped: bool) -> None:
-    """Simulated; see :mod:`tests.storage.blockmap.striped`."""
-
-    def fill(folder: Path) -> None:
-        (folder / "set").mkdir()
-        for seed, size in enumerate((*SIZES, *[900_001] * 20)):
-            (folder / f"set/{seed}.bin").write_bytes(content(size, seed))
-
-    with striped(tmp_path, *ARRAYS[array], fill, monkeypatch) as made, libraries.using("double"):
+def test_every_file_on_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str, mapped: bool, library: str
+) -> None:
+    """The array is simulated; see :mod:`tests.storage.blockmap.striped`."""
+    with striped(tmp_path, *ARRAYS[array], fill_array, monkeypatch) as made, libraries.using(library):
         options = {"blockmap": BlockMap.build(made.disk.folder / "set")} if mapped else {}
-        double = libraries.Double()
-        double.reset()
         with opened(**options) as storage:
-            for seed, size in enumerate((*SIZES, *[900_001] * 20)):
-                path = made.disk.folder / f"set/{seed}.bin"
-                assert whole(storage, path) == content(size, seed)
+            for path in (made.disk.folder / "set").iterdir():
+                data = path.read_bytes()
+                size = len(data)
+                assert whole(storage, path) == data
                 got = storage.load(Reads.of(str(path), [(size // 3, size // 2)])).wait()
-                assert bytes_of(got[0]) == content(size, seed)[size // 3 :][: size // 2]
+                assert bytes_of(got[0]) == data[size // 3 :][: size // 2]
+
+
+def test_the_drives_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: libraries.Double) -> None:
+    """Simulated. They are opened for a file and, after an error, again."""
+    with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as made:
+        path = made.disk.folder / "set/20.bin"
+        with opened() as storage:
+            assert whole(storage, path) == content(900_001, 20)
             assert double.count("devices") == len(made.members)
             double.fail("BAD_STATUS")
             with pytest.raises(StorageError, match="NVMe status"):
                 whole(storage, path)
-            double.fail("NONE")
-            assert whole(storage, path) == content(size, seed), "its drives are opened again"
+            assert double.count("devices") == len(made.members) - 1, "one gave the error"
+            assert whole(storage, path) == content(900_001, 20)
+        assert (double.count("devices"), double.count("buffers")) == (0, 0)
         with opened(uri=made.members[0]) as storage, pytest.raises(StorageError, match="this storage reads"):
+            whole(storage, path)
+        assert double.count("devices") == 0, "nothing keeps the first one open"
+        made_elsewhere = BlockMap.build(made.disk.folder / "set")
+        assert made_elsewhere.origin is not None
+        other = replace(made_elsewhere.origin, uuid="0" * 36)
+        with (
+            opened(blockmap=BlockMap(dict(made_elsewhere), other)) as storage,
+            pytest.raises(StorageError, match="and the block map was made on 0000"),
+        ):
             whole(storage, path)
 
 
 def test_an_array_is_read_through_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(folder: Path) -> None:
-        (folder / "any.bin").write_bytes(b"x")
-
-    with striped(tmp_path, *ARRAYS["equal"], fill, monkeypatch) as array, libraries.using("double"):
+    with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as array, libraries.using("double"):
         blocks = BlockMap.build(array.disk.folder)
         with pytest.raises(BlockMapError, match=r"an array of 3 drives, and 0000:01:00\.0 is one of them"):
             open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=blocks)
