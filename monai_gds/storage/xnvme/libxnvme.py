@@ -310,12 +310,9 @@ class Device:
             fields |= {"async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
         shm_id = self.library.shm_id(self.uri, self.interface)
         opts = self.library.options(direct=int(self.counts_bytes), shm_id=shm_id or None, **fields)
-        first = not self.in_kernel and claims.take(self.uri, shared=shm_id > 0)
+        if not self.in_kernel:
+            claims.take(self.uri, shared=shm_id > 0)
         try:
-            if first and shm_id:
-                # A handle that nobody closes: the first process would take the drive from the others with its last one.
-                self.library.open("xnvme_dev_open", self.uri, opts)
-                claims.take(self.uri, shared=True)
             return self.library.open("xnvme_dev_open", self.uri, opts)
         except StorageError as e:
             if not self.in_kernel:
@@ -339,9 +336,8 @@ class Device:
         """Closes the device; its queues are closed and its buffers freed before."""
         handle, self.handle = self.handle, None
         if handle:
-            self._api.xnvme_dev_close(handle)
-            if not self.in_kernel:
-                claims.give_up(self.uri)
+            close = partial(self._api.xnvme_dev_close, handle)
+            close() if self.in_kernel else claims.give_up(self.uri, close)
 
 
 class Queue:

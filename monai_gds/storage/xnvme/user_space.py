@@ -10,7 +10,9 @@ import fcntl
 import os
 import re
 import threading
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from monai_gds.errors import StorageError
@@ -25,6 +27,9 @@ _HEAP_BYTES = 1 << 30
 _FOR_USER_SPACE = ("uio_pci_generic", "vfio-pci", "igb_uio")
 
 _ADDRESS = re.compile(r"([0-9a-f]{4,}:)?([0-9a-f]{2})[:.]([0-9a-f]{2}\.[0-7])", re.IGNORECASE)
+
+#: The last process of those that share a drive has it alone for the moment in which it closes it.
+_CLOSING_SECONDS = 1.0
 
 #: Where the kernel lists PCI devices.
 _DEVICES = "sys/bus/pci/devices"
@@ -73,6 +78,12 @@ def sharing_id(address: str, driver: str, root: Path = Path("/")) -> int:
     return zlib.crc32(address.encode()) % ((1 << 31) - 1) + 1  # xNVMe takes it for an int
 
 
+_ONLY_ONE = (
+    "another process reads this drive in user space, and only one can: read it in a single process, or in each by "
+    "be='upcie' of xNVMe's development branch of July 2026 or later, bound to uio_pci_generic"
+)
+
+
 class Claims:
     """The drives that this process drives.
 
@@ -84,8 +95,8 @@ class Claims:
         self._lock = threading.Lock()
         self._held: dict[tuple[int, str], tuple[int, int]] = {}  # by process and address: descriptor, and how often
 
-    def take(self, address: str, *, shared: bool = False) -> bool:
-        """Claims a drive, once more where this process has it. Returns whether it did not have it.
+    def take(self, address: str, *, shared: bool = False) -> None:
+        """Claims a drive, once more where this process has it.
 
         Args:
             address: that of the drive.
@@ -100,38 +111,49 @@ class Claims:
                 why = "this one was forked from it, with the driver's memory: start processes by 'spawn'"
                 raise StorageError(errno.EBUSY, f"another process reads this drive in user space, and {why}", address)
             fd, count = self._held.get(key, (-1, 0))
-            self._held[key] = (
-                self._locked(address, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) if fd < 0 else fd,
-                count + 1,
-            )
-            return not count
+            self._held[key] = (self._locked(address, shared) if fd < 0 else fd), count + 1
 
-    def _locked(self, address: str, how: int) -> int:
+    def _locked(self, address: str, shared: bool) -> int:
         try:
             fd = os.open(self._root / _DEVICES / address / "config", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return -1  # opening the drive gives a better error
-        try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            os.close(fd)
-            why = (
-                "another process reads this drive in user space, and only one can: read it in a single process, or in "
-                "each by be='upcie' of xNVMe's development branch of July 2026 or later, bound to uio_pci_generic"
-            )
-            raise StorageError(errno.EBUSY, why, address) from e
+        until = time.monotonic() + (_CLOSING_SECONDS if shared else 0)
+        while not _lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                os.close(fd)
+                raise StorageError(errno.EBUSY, _ONLY_ONE, address)
+            time.sleep(0.02)
         return fd
 
-    def give_up(self, address: str) -> None:
-        """Ends one claim."""
+    def give_up(self, address: str, close: Callable[[], None] | None = None) -> None:
+        """Ends one claim, and calls ``close``, which closes what was opened under it, if anything was.
+
+        What is the last to be closed stays open and claimed until this process ends if other processes have the drive:
+        xNVMe takes it from all of them when the one that opened it first closes it.
+        """
         key = os.getpid(), address
         with self._lock:
-            fd, count = self._held.pop(key, (-1, 0))
+            fd, count = self._held.get(key, (-1, 0))
+            if close is not None:
+                if count == 1 and fd >= 0 and not _lock(fd, fcntl.LOCK_EX):
+                    _lock(fd, fcntl.LOCK_SH)  # which the attempt gave up
+                    return
+                close()
+            self._held.pop(key, None)
             if count > 1:
                 self._held[key] = fd, count - 1
             elif fd >= 0:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # also for processes forked since, which have the descriptor too
                 os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 #: The claims of this process.
