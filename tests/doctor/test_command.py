@@ -38,7 +38,7 @@ def test_json_is_all_that_is_printed_and_nothing_is_left_behind(tmp_path: Path) 
     assert done.stderr == ""
     assert set(told) == {"monai_gds", "directory", "device", "works", "default", "findings"}
     assert (told["directory"], told["device"], told["works"], told["default"]) == (str(tmp_path), "cpu", True, "posix")
-    known = "gpu torch directory nvidia-fs p2pdma udev cufile io_uring libxnvme blocks dali container default"
+    known = "gpu torch cores directory nvidia-fs p2pdma udev cufile io_uring libxnvme blocks dali container default"
     known += " posix kvikio xnvme xnvme-block xnvme-bam deepnvme deepnvme-gds"
     assert set(told["findings"]) >= set(known.split())
     assert told["findings"]["posix"]["status"] == "ok"
