@@ -189,6 +189,7 @@ class ReadAhead:
         # needed: each is written by one thread.
         self._records = self._nbytes = 0
         self.finished = self._taken = 0, 0
+        self._filled: tuple[Any, ...] = ()  # the counts with which no more could be begun
         self.plain = False
         self._last = 0  # size of the last record that has one
 
@@ -227,7 +228,8 @@ class ReadAhead:
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
             del begun  # its item alone keeps the memory
-            self._count_drawn()
+            if self._unsized:
+                self._count_drawn()
         self.finished, self.plain = (records + len(items), nbytes), plain
         return items
 
@@ -280,12 +282,7 @@ class ReadAhead:
     def _arrived(self) -> Begun | Programmed:
         """The next item of the current batch, up to its random transforms. Waits for its worker, if one draws it."""
         if self._programs is None:
-            while (room := self._room()) >= (least := self._least_room()):
-                while len(self._waiting) < least and self._draw():
-                    pass
-                if not self._waiting:
-                    break
-                self._begin(min(room, len(self._waiting)))
+            self._fill()
         else:
             while len(self._waiting) < self._programs.window and self._draw():
                 pass
@@ -302,6 +299,17 @@ class ReadAhead:
         assert begun is not None, "it was begun above"
         begun.arrive()
         return begun
+
+    def _fill(self) -> None:
+        """Begins what there is room for. Most often nothing has changed since the item before."""
+        while (counted := (self._taken, self._records, self._nbytes)) != self._filled:
+            least, room = self._least_room(), self._room()
+            while room >= least > len(self._waiting) and self._draw():
+                pass
+            if room < least or not self._waiting:
+                self._filled = counted
+            else:
+                self._begin(min(room, len(self._waiting)))
 
     def _room(self) -> int:
         """How many more records, each as large as the last one, may be begun; one while no size is known."""

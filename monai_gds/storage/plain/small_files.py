@@ -65,7 +65,7 @@ def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor], *, 
 
 
 _AT_FDCWD = -100
-_BASIC_STATS = 0x7FF
+_BASIC_STATS = 0x340
 
 #: ``struct statx`` of linux/stat.h, as far as it is used: inode, size, mtime (s, ns), device (major, minor).
 _FIELDS = struct.Struct("=32xQQ64xqI12xII")
