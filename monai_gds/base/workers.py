@@ -179,6 +179,8 @@ class Workers(Generic[T]):
         if manager is not None:
             _end(processes)
             manager.join()
+            # Calls that were dropped lead back here, so that work and arguments would be kept until the collector runs.
+            vars(self._executor).update(_pending_work_items={}, _initargs=())
 
     def _kill(self) -> None:
         for process in self._processes():

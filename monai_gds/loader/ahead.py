@@ -218,6 +218,7 @@ class ReadAhead:
                 return None
             except Exception as e:
                 if self._skipping is None or isinstance(e, WorkerDied) or is_of_memory(e):
+                    upcoming.begun = None  # or the error would hold itself
                     raise
                 place = self._skipping.instead((upcoming.dataset, upcoming.index), upcoming.seed, e)
                 self._restart(upcoming, place)
@@ -295,7 +296,10 @@ class ReadAhead:
             self._begin(1)
         begun = upcoming.begun
         if isinstance(begun, Exception):
-            raise begun
+            try:
+                raise begun
+            finally:
+                del begun  # else the error holds this frame, and that the error
         assert begun is not None, "it was begun above"
         begun.arrive()
         return begun
@@ -358,10 +362,11 @@ class ReadAhead:
                 upcoming.begun = begun
                 if isinstance(begun, Exception):
                     self._count(1, 0, upcoming)
-                    continue
-                self._count(1, begun.nbytes, upcoming)
-                if begun.waits:
-                    self._unsized.append(upcoming)
+                else:
+                    self._count(1, begun.nbytes, upcoming)
+                    if begun.waits:
+                        self._unsized.append(upcoming)
+                del begun  # an error holds the frames that called what raised it
 
     def _all_begun(self, dataset: GDSDataset, items: Sequence[_Upcoming]) -> Sequence[Begun | Programmed | Exception]:
         if self._programs is None:
