@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,28 @@ def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.M
     until(lambda: set(multiprocessing.active_children()) <= before)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
+
+
+class Sleeps:
+    """Work that is not done by itself."""
+
+    def __call__(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def test_what_closed_workers_ran_is_freed() -> None:
+    """Also where the collector does not run, and calls were dropped."""
+    work = Sleeps()
+    workers, kept = Workers(work, 1, "fork"), weakref.ref(work)
+    gc.collect()
+    gc.disable()
+    try:
+        with workers:
+            workers.submit(100)
+        del work, workers
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 WHILE_FORKING = """
