@@ -13,7 +13,7 @@ import torch
 
 from monai_gds.base.process import PerProcess
 from monai_gds.storage.files import FileId
-from monai_gds.storage.plain.uring import STATE, STATE_BYTES, Ring
+from monai_gds.storage.plain.uring import STATE, STATE_SIZE, Ring
 from monai_gds.storage.reads import Reads
 
 _rings = PerProcess(threading.local)  # a forked child must not use its parent's
@@ -57,12 +57,12 @@ def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor], *, 
     base = np.array([into[dest].data_ptr() for dest in reads.dest.tolist()], np.int64)
     identified = any(isinstance(e, FileId) for e in expected)
     # Where asking takes long too, the kernel's threads do it, and not this one with the interpreter's lock.
-    states = bytearray(STATE_BYTES * len(reads)) if identified and at_once else None
+    states = bytearray(STATE_SIZE * len(reads)) if identified and at_once else None
     got = ring.read(paths, reads.offset, reads.nbytes + more, base + reads.start, at_once=at_once, states=states)
     wrong = (got != reads.nbytes) | (more != sized)
     if identified:
         # The file that the path names now is the one that was read, if it is the expected one.
-        places = range(0, STATE_BYTES * len(reads), STATE_BYTES)
+        places = range(0, STATE_SIZE * len(reads), STATE_SIZE)
         found = identities(paths) if states is None else [_identity(states, at) for at in places]
         wrong |= [isinstance(e, FileId) and e != now for e, now in zip(expected, found, strict=True)]
     return np.flatnonzero(wrong)
@@ -83,7 +83,7 @@ def identities(paths: Iterable[bytes]) -> list[tuple[int, int, int, int] | None]
     ``os.stat`` releases the interpreter's lock at every call: with eight threads and 64 files each, that is 500 waits
     for the thread that runs meanwhile. These files were read a moment before, so their inodes are cached.
     """
-    room = ctypes.create_string_buffer(STATE_BYTES)
+    room = ctypes.create_string_buffer(STATE_SIZE)
     return [None if _libc.statx(_AT_FDCWD, path, 0, STATE, room) else _identity(room) for path in paths]
 
 

@@ -36,7 +36,7 @@ _WORD = 0xFFFFFFFF  #: the ring counts in 32 bits
 STATE = 0x340
 
 #: Bytes of ``struct statx``.
-STATE_BYTES = 256
+STATE_SIZE = 256
 
 #: Linux 5.17: a command of a chain finds the file that one before it opened.
 _FEAT_LINKED_FILE = 1 << 12
@@ -165,7 +165,7 @@ class Ring:
         if states is not None:
             chains["addr"][:, 3] = chains["addr"][:, 0]
             room = ctypes.addressof(ctypes.c_char.from_buffer(states))
-            chains["off"][:, 3] = room + STATE_BYTES * np.arange(count)
+            chains["off"][:, 3] = room + STATE_SIZE * np.arange(count)
         commands = np.arange(self._chains.size).reshape(self._chains.shape)[:count, : 3 if states is None else 4]
         try:
             opened, got = self._run(commands.ravel())[commands[:, :2]].T
