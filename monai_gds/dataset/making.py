@@ -62,11 +62,11 @@ class Misses:
         self._why = []  # not every item is missed
         stages.count("hits")
 
-    def miss(self, cache: CacheDirectory, key: Key, items: int) -> None:
+    def miss(self, cache: CacheDirectory, key: Callable[[], Key], items: int) -> None:
         """Warns once, and why, when all ``items`` have missed though the folder has records of a similar pipeline."""
         self._count += 1
         if self._count == 1:
-            self._why = why_missed(cache, key)
+            self._why = why_missed(cache, key())
         worker = torch.utils.data.get_worker_info()
         if self._why and self._count * (1 if worker is None else worker.num_workers) >= items:
             if Notice("missed", self.of).is_new():
@@ -236,7 +236,7 @@ class RecordMaker(NamedTuple):
         if found is not None:
             return found[0]
         with lease:
-            self.items.misses.miss(cache, self.keys([item])[0], of)
+            self.items.misses.miss(cache, lambda: self.keys([item])[0], of)
             made, key, changed = self.keys.compute(
                 item, partial(self.items.compute, index=index, unsupported=unsupported)
             )
