@@ -40,7 +40,6 @@ from monai_gds.records.problems import with_advice
 from monai_gds.shared.leases import Lease, Leases, pace, take_turn
 from monai_gds.shared.owner import this_process
 
-
 #: Items that take fewer seconds are computed without a lease, which takes some 30 system calls.
 _QUICK_SECONDS = 0.005
 
