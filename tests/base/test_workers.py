@@ -133,30 +133,11 @@ def test_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch, co
         assert (parent == os.getpid()) == (context != "forkserver")
 
 
-ONE_IMPORT = """
+JOBS = """
 import os
-open(f"{__name__}-{os.getpid()}", "w").close()
-def work(n): return os.getpid()
+open(f"imported-{{os.getpid()}}", "w").close()
+def where(n): return {where!r}
 """
-
-OF_THREE = """
-import torch
-from monai_gds.base.workers import Workers
-from imported import work
-torch.cuda.is_initialized = lambda: True
-if __name__ == "__main__":
-    with Workers(work, 3) as workers:
-        print(workers.submit(0).result())
-"""
-
-
-def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
-    (tmp_path / "imported.py").write_text(ONE_IMPORT)
-    (tmp_path / "script.py").write_text(OF_THREE)
-    done = warm().run("script.py", cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
-    pids = {path.name.partition("-")[2] for path in tmp_path.glob("imported-*")}
-    assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
-
 
 OF_A_PATH = """
 import os, sys
@@ -167,21 +148,22 @@ from jobs import where
 torch.cuda.is_initialized = lambda: True
 if __name__ == "__main__":
     before = dict(os.environ)
-    with Workers(where, 1) as workers:
+    with Workers(where, 3) as workers:
         print(where(0), workers.submit(0).result(), os.environ == before)
 """
 
 
-def test_the_fork_server_imports_what_the_script_would(tmp_path: Path) -> None:
-    """Not another module of the name, in the current folder or on Python's own path."""
+def test_the_fork_server_imports_once_what_the_script_would(tmp_path: Path) -> None:
+    """Not another module of the name, in the current folder or on Python's own path; and for all workers."""
     for folder in (".", "added", "scripts", "installed"):
         (tmp_path / folder).mkdir(exist_ok=True)
         if folder != "scripts":
-            (tmp_path / folder / "jobs.py").write_text(f"def where(n): return {folder!r}")
+            (tmp_path / folder / "jobs.py").write_text(JOBS.format(where=folder))
     (tmp_path / "scripts/script.py").write_text(OF_A_PATH)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"}
     done = warm().run("scripts/script.py", cwd=tmp_path, env=env)
     assert done.stdout == "added added True\n", done.stderr
+    assert len(list(tmp_path.glob("imported-*"))) == 2, "by the script and the server"
 
 
 AT_ONCE = """
@@ -197,7 +179,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", CONTEXTS[1:])
 def test_all_workers_start_at_once(tmp_path: Path, context: str) -> None:
     """Each waits in its imports for the other."""
     (tmp_path / "script.py").write_text(AT_ONCE)

@@ -658,7 +658,10 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"multiprocessing_context": "forkserver"}, {"programs": "check"}], ids=str)
+BY_FORK_SERVER = pytest.param({"multiprocessing_context": "forkserver"}, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("settings", [{}, BY_FORK_SERVER, {"programs": "check"}], ids=str)
 def test_a_run_warns_once_that_its_budget_is_used_up(tmp_path: Path, settings: dict[str, str]) -> None:
     (tmp_path / "training.py").write_text(f"""
 import monai.transforms as mt, torch, warnings

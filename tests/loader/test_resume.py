@@ -364,6 +364,7 @@ def test_a_loop_that_could_not_begin_does_not_lose_its_place(folder: Path) -> No
     with pytest.raises(ValueError, match="collate_fn"):
         next(iter(again))
     again.collate_fn = list
+    again.multiprocessing_context = "fork"  # which starts at once
     assert len(list(again)) == COUNT - 2
 
 
