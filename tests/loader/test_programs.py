@@ -245,7 +245,7 @@ def test_batches_are_those_of_transforms_on_values(make: Make, pipeline: str, ea
 def test_they_do_not_depend_on_the_number_of_workers_nor_on_how_these_begin(make: Make) -> None:
     expected = epochs(make(*crops()), 1)
     assert_same(epochs(make(*crops()), 3), expected)
-    assert_same(epochs(make(*crops()), 2, multiprocessing_context="forkserver"), expected)
+    assert_same(epochs(make(*crops()), 1, multiprocessing_context="forkserver"), expected)
 
 
 @pytest.mark.long
@@ -412,9 +412,10 @@ def test_the_processes_stay_and_see_what_changed(make: Make) -> None:
     assert pids == {process.pid for process in crew_of(loader)._workers._processes()}
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2])
-def test_an_epoch_goes_on_where_it_was_in_another_loader(make: Make, taken: int) -> None:
-    assert_same(resumed(make(*crops()), make(*crops()), taken), epochs(make(*crops()), 2))
+def test_an_epoch_goes_on_where_it_was_in_another_loader(make: Make) -> None:
+    expected = epochs(make(*crops()), 2)
+    for taken in range(3):
+        assert_same(resumed(make(*crops()), make(*crops()), taken), expected)
 
 
 def resumed(dataset: GDSDataset, other: GDSDataset, taken: int) -> list[Any]:
