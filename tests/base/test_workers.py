@@ -84,7 +84,7 @@ def gone(pid: int, within: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", [None, *CONTEXTS])
 def test_runs_in_other_processes(context: str | None) -> None:
     with Workers(process, 2, context) as workers:
         pids = {workers.submit(i).result() for i in range(8)}
