@@ -321,3 +321,7 @@ IMAGE_BUFFERS = 8
 #: Bytes of images per packed file, some 300 of ImageNet's. Large enough to be read in several pieces at once, and small
 #: enough that a window of eight files, and as many read ahead, fit into memory.
 PACKED_FILE_BYTES = 32 << 20
+
+#: Forms of pieces of programs that have a function of TorchScript on each device; a pipeline has some tens. Others run
+#: step by step.
+SCRIPTED_FORMS = 500

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import monai.data
 import torch
 from monai.data import CacheDataset, DataLoader, Dataset, PersistentDataset, ThreadDataLoader, list_data_collate
 from monai.data import GDSDataset as MonaisGDSDataset
@@ -17,6 +18,7 @@ from monai_gds.bench.segmentation import KEYS, Training
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable
 from monai_gds.loader import GDSDataLoader
+from monai_gds.swap.patching import patch
 
 CEILING = "ceiling: one batch again and again"
 
@@ -59,8 +61,16 @@ def fast(training: Training, _: Path) -> Feed:
     indices, device = not training.whole, training.device
     moved = EnsureTyped(KEYS, device=device, track_meta=False)
     transform = Compose([*training.deterministic(indices), moved, *training.random(device, indices)])
-    dataset = CacheDataset(training.items, transform, num_workers=training.workers, progress=False, copy_cache=False)
+    dataset = monai.data.CacheDataset(  # by the name that patch() replaces
+        training.items, transform, num_workers=training.workers, progress=False, copy_cache=False
+    )
     return _in_a_thread(training, dataset)
+
+
+def fast_under_patch(training: Training, folder: Path) -> Feed:
+    """The same code under ``patch``: our GDSDataset and GDSDataLoader, without workers."""
+    with patch(folder, training.device):
+        return fast(training, folder)
 
 
 def monais_gds(training: Training, folder: Path) -> Feed:
@@ -126,6 +136,7 @@ PEERS: dict[str, Peer] = {
     "PersistentDataset with cached indices, n workers": partial(persistent, indices=True),
     "CacheDataset, n workers": in_memory,
     "MONAI's fast training": fast,
+    "MONAI's fast training under patch()": fast_under_patch,
     "monai.data.GDSDataset, ThreadDataLoader": monais_gds,
     "GDSDataset, ThreadDataLoader": ours_in_a_thread,
     "GDSDataLoader, 0 workers": partial(ours, workers=False),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from monai_gds.base.file_systems import opened
-from monai_gds.storage.plain import mappings
+from monai_gds.storage import memory
 
 
 def cached(path: Path) -> float:
@@ -19,11 +19,11 @@ def cached(path: Path) -> float:
     if size == 0:
         return 0.0
     with opened(path, os.O_RDONLY) as fd:
-        address = mappings.map_file(fd, 0, size, shared=True)
+        address = memory.map_file(fd, 0, size, shared=True)
     try:
-        return mappings.resident(address, size)
+        return memory.resident(address, size)
     finally:
-        mappings.unmap(address, size)
+        memory.unmap(address, size)
 
 
 def drop(paths: Iterable[Path]) -> float:

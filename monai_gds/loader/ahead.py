@@ -290,9 +290,10 @@ class ReadAhead:
             while len(self._waiting) < self._programs.window and self._draw():
                 pass
             self._programs.warm()
+            if not self._last:
+                self._begin_drawn(1)  # its size tells for how many there is room
             # A few at a time, or the first batch, and the training with it, would wait for the reads of many others.
-            some = islice(self._waiting, min(self._room(), _SOME))
-            self._begin(sum(1 for _ in takewhile(attrgetter("is_drawn"), some)))
+            self._begin_drawn(sum(upcoming.begun is None for upcoming in self._current) or _SOME)
         upcoming = self._current[0]
         if upcoming.begun is None:  # even without room: the batch has to be completed
             self._begin(1)
@@ -340,6 +341,11 @@ class ReadAhead:
             if begun.waits:
                 unsized.append(upcoming)
         self._unsized = unsized
+
+    def _begin_drawn(self, most: int) -> None:
+        """Begins items that workers have drawn, in their order, as far as there is room."""
+        some = islice(self._waiting, min(self._room(), most))
+        self._begin(sum(1 for _ in takewhile(attrgetter("is_drawn"), some)))
 
     def _begin(self, count: int) -> None:
         """Begins the first ``count`` items that wait, those of one dataset together."""

@@ -6,6 +6,8 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
+import pickle
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from monai_gds.programs.ghostly import ON_TARGET, plainly
+from monai_gds.programs.jit import cut
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
 from monai_gds.programs.program import Constant, Guard, Program, Step, View, hold, pack
 
@@ -52,6 +55,7 @@ def emit(
 class _Draft(NamedTuple):
     """A step whose values have no slots yet."""
 
+    number: int  # of the operation in the log
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -90,14 +94,18 @@ class _Emission:
         constants, packed, uploaded, order = self._packed()
         keys = [*self._views, *order, *(out for draft in drafts for out in draft.outs if out is not None)]
         slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys))}
-        names, steps = _steps(drafts, slots, {*holes, *guarded})
+        names = list(dict.fromkeys(draft.name for draft in drafts))
+        steps = _steps(drafts, names, slots, {*holes, *guarded})
+        owners = [bisect_right(marks, draft.number) for draft in drafts]
+        pieces = cut(steps, names, owners, {slots[key] for key in (*holes, *guarded)})
         written = {s for operation in kept if operation.about.mutable for s in operation.writes}
         if not whole:
             written |= {of.places[number].storage for number in results}
         return Program(
             forms=dict(of.forms), views=tuple(self._views.values()),
             copied=frozenset(of.names[storage] for storage in written if storage in of.names),
-            constants=constants, packed=packed, uploaded=uploaded, ops=names, steps=steps, values=len(slots),
+            constants=constants, packed=packed, uploaded=uploaded, ops=tuple(names),
+            pickled=pickle.dumps(pieces, 5), values=len(slots),
             guards=tuple(
                 guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
@@ -122,7 +130,9 @@ class _Emission:
         written = {s for operation in kept if operation.about.mutable for s in operation.writes}
         written |= {self._of.places[number].storage for number in results}
         there: set[int | None] = set()
+        numbers = {id(operation): i for i, operation in enumerate(self._of.operations)}
         for operation in kept:
+            number = numbers[id(operation)]
             if operation.about.view and there.issuperset(operation.outs):
                 continue  # the same view again
             if operation.func is _aten.copy_.default and _is_same(*operation.args[:2]):
@@ -138,7 +148,7 @@ class _Emission:
                 made = unexpanded(first).to(dtype).expand(first.shape)
                 key = self._constant(made, True)
                 if 0 in made.stride() or not written.isdisjoint(operation.writes):
-                    yield _Draft("aten::clone.default", (None,), {}, [(0, -1, key)], operation.outs)
+                    yield _Draft(number, "aten::clone.default", (None,), {}, [(0, -1, key)], operation.outs)
                 else:
                     self._uploaded[operation.outs[0] or 0] = key
                 continue
@@ -146,7 +156,7 @@ class _Emission:
             tensors = [(where, inner, self._key(value, on_target)) for where, inner, value in _places(operation)]
             args = tuple(_without_tensors(arg) for arg in operation.args)
             kwargs = {name: _without_tensors(value) for name, value in operation.kwargs.items()}
-            yield _Draft(operation.about.name, args, kwargs, tensors, operation.outs)
+            yield _Draft(number, operation.about.name, args, kwargs, tensors, operation.outs)
 
     def _key(self, value: Ref | Tensor, on_target: bool = False) -> _Key:
         if isinstance(value, Tensor):
@@ -175,10 +185,7 @@ class _Emission:
         return tuple(constants), bytes(packed), uploaded, keys
 
 
-def _steps(
-    drafts: Sequence[_Draft], slots: dict[_Key, int], results: set[_Key]
-) -> tuple[tuple[str, ...], tuple[Step, ...]]:
-    """The steps, and the names of their operations."""
+def _steps(drafts: Sequence[_Draft], names: Sequence[str], slots: dict[_Key, int], results: set[_Key]) -> list[Step]:
     last: dict[_Key, int] = {}
     for i, draft in enumerate(drafts):
         last.update((key, i) for _, _, key in draft.tensors)
@@ -189,16 +196,15 @@ def _steps(
     for key, i in last.items():
         if key not in results:
             dead.setdefault(i, []).append(slots[key])
-    names: dict[str, int] = {}
-    steps = tuple(
+    numbers = {name: number for number, name in enumerate(names)}
+    return [
         Step(
-            names.setdefault(draft.name, len(names)), draft.args, draft.kwargs or None,
+            numbers[draft.name], draft.args, draft.kwargs or None,
             tuple((where, inner, slots[key]) for where, inner, key in draft.tensors),
             tuple(None if out is None else slots[out] for out in draft.outs), tuple(dead.get(i, ())),
         )
         for i, draft in enumerate(drafts)
-    )  # fmt: skip
-    return tuple(names), steps
+    ]  # fmt: skip
 
 
 def _places(operation: Operation) -> Iterator[tuple[int | str, int, Any]]:

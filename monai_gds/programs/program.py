@@ -13,6 +13,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import string_at
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,9 +26,8 @@ from monai_gds.tiles.boxes import Box, whole_box
 #: Stands for the replay's device among the arguments of a step.
 TARGET = torch.device("meta")
 
-#: Bytes of a step in memory, about.
-_STEP = 400
-
+#: Bytes of a view in memory, about.
+_VIEW = 400
 
 #: Where a bool was guessed: the transform, and how many guesses it had made before.
 Asked: TypeAlias = "tuple[int, int]"
@@ -100,6 +100,26 @@ class Step(NamedTuple):
     dead: tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """Some steps that follow one another.
+
+    Attributes:
+        steps: the steps, pickled.
+        form: what identifies them but for their numbers, see :mod:`.jit`; empty if they are run one by one.
+        tensors: the values that they are given.
+        numbers: their numbers.
+        results: the values that they make and that are needed later.
+        dead: the values that nobody needs afterwards, of those that they are given.
+    """
+
+    steps: bytes
+    form: bytes = b""
+    tensors: tuple[int, ...] = ()
+    numbers: tuple[Any, ...] = ()
+    results: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
+
+
 class Guard(NamedTuple):
     """A bool that a transform asked for and that depends on voxels, so that it was guessed.
 
@@ -125,7 +145,8 @@ class Program(NamedTuple):
         packed: their bytes. Those for the replay's device come first.
         uploaded: how many bytes these take.
         ops: the names of the operations, such as ``aten::add.Tensor``.
-        steps: the operations in their order.
+        pickled: the steps, in pieces. Python's collector looks through all objects that live for long, from time to
+            time for half a second: the steps of the items that wait are not among them.
         values: how many values there are.
         guards: the values that were guessed.
         holes: the numbers of the tensors of the item that have holes.
@@ -141,13 +162,24 @@ class Program(NamedTuple):
     packed: bytes
     uploaded: int
     ops: tuple[str, ...]
-    steps: tuple[Step, ...]
+    pickled: bytes
     values: int
     guards: tuple[Guard, ...]
     holes: tuple[int, ...]
     item: bytes | Held
     done: int
     form: tuple[str, ...]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The steps in pieces, in their order, made at each call."""
+        pieces: list[Piece] = pickle.loads(self.pickled)
+        return pieces
+
+    @property
+    def steps(self) -> list[Step]:
+        """The operations in their order."""
+        return [step for piece in self.pieces for step in pickle.loads(piece.steps)]
 
     def boxes(self) -> dict[str, list[Box]]:
         """The voxels that the program touches, by the names of the tensors: those of each view, not all between."""
@@ -162,7 +194,7 @@ class Program(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that the program takes in memory, about."""
         item = len(self.item) if isinstance(self.item, bytes) else 0
-        return len(self.packed) + item + _STEP * (len(self.steps) + len(self.views))
+        return len(self.packed) + len(self.pickled) + item + _VIEW * len(self.views)
 
 
 # The item
@@ -175,6 +207,8 @@ class _Packer(pickle.Pickler):
         self._memory: dict[int, bytearray] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.ndarray:  # by protocol 5 it would keep a memoryview, which the collector looks through
+            return value.__reduce__()
         if not isinstance(value, Tensor):
             return NotImplemented
         number = self._number(value)
@@ -265,7 +299,11 @@ def hold(item: Any, number: Callable[[Tensor], int | None]) -> Held:
 def unpack(item: bytes | Held, tensors: Sequence[Tensor]) -> Any:
     """The item of :func:`pack` or :func:`hold`, with these tensors. They get the classes and attributes of theirs."""
     if isinstance(item, bytes):
-        return _Unpacker(io.BytesIO(item), tensors).load()
+        unpacker = _Unpacker(io.BytesIO(item), tensors)
+        try:
+            return unpacker.load()
+        finally:
+            unpacker.memo = {}  # it refers to the unpacker: all would stay, the tensors too, until the collector runs
     made = {
         id(ghost): _as(tensor, type(ghost), None if type(ghost) is Tensor else ghost.__dict__)
         for ghost, tensor in zip(item.ghosts, tensors, strict=True)
@@ -314,7 +352,25 @@ def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:
 _ATOMS = (str, int, float, bytes, type(None))
 
 
+@cache
+def op_of(name: str) -> Any:
+    """An operation of torch by its name."""
+    qualified, _, overload = name.rpartition(".")
+    space, _, short = qualified.partition("::")
+    return getattr(getattr(getattr(torch.ops, space), short), overload)
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     """The values of a real tensor, in C order."""
     with torch._C.DisableTorchFunction():
         return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def same_tensors(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit: dtype, shape, device and values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if (a.dtype, a.shape, a.device, a.requires_grad) != (b.dtype, b.shape, b.device, b.requires_grad):
+            return False
+        one, other = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
+        equal: bool = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        return equal

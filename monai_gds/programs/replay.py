@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from monai_gds.programs.program import TARGET, Asked, Constant, Program, bytes_of, unpack
+from monai_gds.programs.jit import Function, functions_for
+from monai_gds.programs.program import (
+    TARGET,
+    Asked,
+    Constant,
+    Piece,
+    Program,
+    Step,
+    bytes_of,
+    op_of,
+    same_tensors,
+    unpack,
+)
 
 
 class Source(Protocol):
@@ -49,15 +62,47 @@ def replay(program: Program, volumes: Mapping[str, Source], device: torch.device
         Exception: whatever an operation raises. The transforms raise it too, or would on other hardware.
     """
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
-        values += [None] * (program.values - len(values))
-        try:
-            _run(program, values, device)
-        except Exception:  # perhaps it is on the way of a wrong guess
-            _check(program, values)
-            raise
+        pieces, functions = program.pieces, functions_for(device)
+        new = functions.built(pieces, program.ops)
+        tried = _by(new, program, pieces, volumes, device) if new else None
+        values = None
+        if shared and not new and (ready := functions.ready(pieces)):
+            values = _by(ready, program, pieces, volumes, device)
+        if values is None:
+            values = _ran(program, pieces, volumes, device, shared, {})
+        if tried is not None and all(map(same_tensors, _results(program, tried), _results(program, values))):
+            functions.keep(new)
         _check(program, values)
         return unpack(program.item, [values[number] for number in program.holes])
+
+
+def _by(
+    functions: Mapping[bytes, Function], program: Program, pieces: Sequence[Piece], volumes: Mapping[str, Source],
+    device: torch.device,
+) -> list[Any] | None:  # fmt: skip
+    """What a program makes by functions; None if one fails. Without them, the error has its own name and traceback."""
+    with suppress(RuntimeError):
+        return _ran(program, pieces, volumes, device, True, functions)
+    return None
+
+
+def _ran(
+    program: Program, pieces: Sequence[Piece], volumes: Mapping[str, Source], device: torch.device, shared: bool,
+    functions: Mapping[bytes, Function],
+) -> list[Any]:  # fmt: skip
+    """The values of a program after its last step."""
+    values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
+    values += [None] * (program.values - len(values))
+    try:
+        _run(program, pieces, values, device, functions)
+    except Exception:  # perhaps it is on the way of a wrong guess
+        _check(program, values)
+        raise
+    return values
+
+
+def _results(program: Program, values: Sequence[Any]) -> list[Tensor]:
+    return [values[number] for number in (*program.holes, *(guard.value for guard in program.guards))]
 
 
 def answered(program: Program, device: torch.device) -> bytes:
@@ -68,9 +113,31 @@ def answered(program: Program, device: torch.device) -> bytes:
         return bytes_of(replay(program, {}, device))
 
 
-def _run(program: Program, values: list[Any], device: torch.device) -> None:
-    ops = [_op(name) for name in program.ops]
-    for op, args, kwargs, tensors, outs, dead in program.steps:
+def _run(
+    program: Program, pieces: Sequence[Piece], values: list[Any], device: torch.device,
+    functions: Mapping[bytes, Function],
+) -> None:  # fmt: skip
+    """Runs all steps: by functions where there are some, else one by one, which is what functions are compared with."""
+    ops = [op_of(name)._op for name in program.ops]
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]  # as it is recorded, no operations fused
+        for piece in pieces:
+            function = functions.get(piece.form)
+            if function is None:
+                _run_steps(pickle.loads(piece.steps), ops, values, device)
+                continue
+            made = function(*[values[number] for number in piece.tensors], *piece.numbers)
+            if len(piece.results) == 1:
+                values[piece.results[0]] = made
+            else:
+                _put(values, piece.results, made or ())
+            for number in piece.dead:
+                values[number] = None
+
+
+def _run_steps(
+    steps: Sequence[Step], ops: Sequence[Callable[..., Any]], values: list[Any], device: torch.device
+) -> None:
+    for op, args, kwargs, tensors, outs, dead in steps:
         given = list(args)
         named = dict(kwargs) if kwargs else {}
         for where, inner, number in tensors:
@@ -163,12 +230,3 @@ def _constant(constant: Constant, memory: Tensor) -> Tensor:
         return torch.empty_strided(constant.size, constant.stride, dtype=constant.dtype, device=memory.device)
     part = memory[constant.offset : constant.offset + size * constant.dtype.itemsize].view(constant.dtype)
     return part.as_strided(constant.size, constant.stride)
-
-
-@cache
-def _op(name: str) -> Callable[..., Any]:
-    """An operation of torch by its name."""
-    qualified, _, overload = name.rpartition(".")
-    space, _, short = qualified.partition("::")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), short), overload)._op
-    return found

@@ -19,7 +19,7 @@ from monai.transforms.utils import reset_ops_id
 
 from monai_gds import limits
 from monai_gds.errors import CacheWarning
-from monai_gds.programs.program import Program
+from monai_gds.programs.program import Program, same_tensors
 from monai_gds.programs.recorder import Refusal
 
 #: An item after some transforms, and a digest of the random states of these.
@@ -120,7 +120,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return _same_tensors(a, b) and _same(vars(a), vars(b))
+        return same_tensors(a, b) and _same(vars(a), vars(b))
     if isinstance(a, np.ndarray):
         equal = a.dtype == b.dtype and a.shape == b.shape and (a.dtype.hasobject or a.tobytes() == b.tobytes())
         return equal
@@ -136,12 +136,3 @@ def _same(a: Any, b: Any) -> bool:
 def _has_no_equality(value: Any) -> bool:
     """Whether a value equals only itself, so that of two nothing is known."""
     return type(value).__eq__ == object.__eq__  # type: ignore[comparison-overlap]
-
-
-def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        if (a.dtype, a.shape, a.device, a.requires_grad) != (b.dtype, b.shape, b.device, b.requires_grad):
-            return False
-        one, other = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1) for t in (a, b))
-        equal: bool = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        return equal

@@ -59,11 +59,6 @@ def naming_group(error: Exception, path: str) -> Exception:
     return naming_file(error, path) if isinstance(error, OSError) else error.with_traceback(None)
 
 
-def _run_each(tasks: Sequence[Callable[[], None]]) -> None:
-    for task in tasks:
-        task()
-
-
 def _no_op(*_: object) -> None:
     """Replaces the callbacks of finished work."""
 
@@ -134,9 +129,6 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
 
-    def path(self, file: int) -> str:
-        return self._reads.paths[file]
-
     def __contains__(self, file: int) -> bool:
         return file in self._handles
 
@@ -146,12 +138,7 @@ class OpenFiles:
         Raises:
             OSError: it could not be opened, or is not the expected one.
         """
-        handle = self._handles.get(file)
-        if handle is not None:
-            return handle
-        with self._lock:
-            opening = self._opening.setdefault(file, threading.Lock())
-        with opening:
+        with self._opening.setdefault(file, threading.Lock()):
             if file not in self._handles:
                 self._handles[file] = self._open(self._reads.paths[file], self._reads.expected[file])
             return self._handles[file]
@@ -183,7 +170,7 @@ class OpenFiles:
             try:
                 self._close(handle)
             except Exception as e:
-                fail(file, naming_file(e, self.path(file)))
+                fail(file, naming_file(e, self._reads.paths[file]))
 
 
 class BlockingBackend(Backend):
@@ -345,11 +332,11 @@ class BlockingBackend(Backend):
             try:
                 if not pending.failed(file):
                     begin = time.perf_counter()
-                    self._fill(opened.handle(file), opened.path(file), offset, dest)
+                    self._fill(opened.handle(file), group.paths[file], offset, dest)
                     if dest.numel() <= limits.INLINE_BYTES:
                         self.latency.note(time.perf_counter() - begin)
             except Exception as e:
-                pending.fail(file, naming_file(e, opened.path(file)))
+                pending.fail(file, naming_file(e, group.paths[file]))
             pieces.popleft()
             opened.done(file)
 
@@ -370,7 +357,6 @@ class BlockingBackend(Backend):
 
     def _run_in_threads(self, work: Work[Any]) -> None:
         """Processes the work in the pool of threads, or in this thread if no other can be started."""
-        to_run = [work.run]
         threads = self._most_threads if self.is_slow else self.threads
         try:
             with self._lock:
@@ -378,12 +364,9 @@ class BlockingBackend(Backend):
                     self._executors[threads] = ThreadPoolExecutor(threads, f"monai-gds-{self.name}")
                 executor = self._executors[threads]
             for _ in range(min(threads, len(work))):
-                executor.submit(_run_each, to_run)
+                executor.submit(work.run)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
-            try:
-                work.run()
-            finally:
-                to_run.clear()  # the executor keeps a task without a thread, and the task would keep destinations
+            work.run()
 
     def close(self) -> None:
         with self._lock:

@@ -156,10 +156,8 @@ def is_cold(fd: int, offset: int) -> bool:
     """Returns whether a byte would have to be read from the drive. Takes about 2 µs."""
     try:
         os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without RWF_NOWAIT
-        pass
+    except OSError as e:  # if any other, a file system without RWF_NOWAIT
+        return isinstance(e, BlockingIOError)
     return False
 
 

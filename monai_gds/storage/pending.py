@@ -83,15 +83,13 @@ class Pending:
     @property
     def errors(self) -> Mapping[int, Exception]:
         """Waits, and returns the errors: index of the file in ``Reads.paths`` to exception."""
-        if not self._done or self._arrived is not None:
-            self._wait()
+        self._wait()
         return self._errors
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Waits, and returns the tensors, ready for the current stream. Those of a file that failed hold anything."""
-        if not self._done or self._arrived is not None:
-            self._wait()
+        self._wait()
         return self._tensors
 
     def wait(self) -> list[torch.Tensor]:

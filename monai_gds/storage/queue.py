@@ -18,9 +18,9 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple
+from contextlib import suppress
+from typing import Any, ClassVar, TypeAlias
 
-import numpy as np
 import torch
 
 from monai_gds import limits
@@ -37,6 +37,10 @@ from monai_gds.storage.reads import Reads, Row
 LINGER = 0.02
 
 
+#: Pieces for the host, or for the device: as arrays, one by one, and in groups.
+_Planned: TypeAlias = tuple[Reads, list[Row], list[slice]]
+
+
 class Command:
     """One read of a part of a file into memory, as a queue takes and returns it.
 
@@ -49,10 +53,10 @@ class Command:
         room: bytes of ``memory`` after it that may be overwritten.
     """
 
-    __slots__ = ("_array", "_file", "_group", "handle", "memory", "nbytes", "offset", "room", "start")
+    __slots__ = ("_file", "_group", "handle", "memory", "nbytes", "offset", "room", "start")
 
-    def __init__(self, group: _Group, row: Row, memory: torch.Tensor, array: np.ndarray | None = None) -> None:
-        self._group, self._array = group, array
+    def __init__(self, group: _Group, row: Row, memory: torch.Tensor) -> None:
+        self._group = group
         self._file, self.offset, self.nbytes, _, self.start, self.room = row
         self.memory = memory
         self.handle: Any = None
@@ -66,12 +70,6 @@ class Command:
     def dest(self) -> torch.Tensor:
         """The destination as a tensor."""
         return self.memory[self.start : self.start + self.nbytes]
-
-    @property
-    def array(self) -> np.ndarray:
-        """The destination as an array, if it is in host memory."""
-        memory = self.memory.numpy() if self._array is None else self._array
-        return memory[self.start : self.start + self.nbytes]
 
 
 class QueueBackend(Backend):
@@ -147,7 +145,7 @@ class QueueBackend(Backend):
             whole = plan.coalesce(plan.by_file(reads.with_room(into)), limits.GAP_BYTES)
             parts = plan.by_side(plan.cut(whole, self.piece_bytes, even=True), into)
             return [
-                _Planned(part, part.rows, plan.group(part, self.group_bytes, self.group_reads, self.group_bytes))
+                (part, part.rows, plan.group(part, self.group_bytes, self.group_reads, self.group_bytes))
                 for part in parts
             ]
 
@@ -159,14 +157,6 @@ class QueueBackend(Backend):
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "piece_bytes": self.piece_bytes}
-
-
-class _Planned(NamedTuple):
-    """Pieces for the host, or for the device: as arrays, one by one, and in groups."""
-
-    pieces: Reads
-    rows: list[Row]
-    groups: list[slice]
 
 
 class _Group:
@@ -199,9 +189,9 @@ class _Group:
             (row,) = self._rows
             self.copies = [(0, row.dest, row.start, row.nbytes)] if row.nbytes else []
             row = Row(row.file, row.offset, row.nbytes, 0, 0, -row.nbytes % ALIGNMENT)
-            return [Command(self, row, slot.buffer, slot.array)]
+            return [Command(self, row, slot.buffer)]
         staged, self.copies = plan.stage(self._reads[self._which])
-        return [Command(self, row, slot.buffer, slot.array) for row in staged.rows]
+        return [Command(self, row, slot.buffer) for row in staged.rows]
 
     def fail(self, error: Exception) -> None:
         for file in {row.file for row in self._rows}:
@@ -277,6 +267,7 @@ class _Slots:
             self._pool.release(self._sent.popleft())
         if abandon:
             self._pool.forget(self._filling)
+            self._filling = 0
 
 
 class _Pump:
@@ -292,7 +283,7 @@ class _Pump:
         self._backend = backend
         self._in_flight: set[Command] = set()
         self._open_files = 0
-        self._slots: _Slots | None = None
+        self._slots = _Slots(self.device)
         self._changed = Changes()
         self._incoming: deque[_Job] = deque()
         self._jobs: list[_Job] = []  # touched only by the thread at work
@@ -318,11 +309,9 @@ class _Pump:
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"monai-gds-{self._backend.name}")
-            try:
+            with suppress(RuntimeError):  # the process is ending, or may start no more threads
                 self._executor.submit(self._work, self._executor)
                 return
-            except RuntimeError:  # the process is ending, or may start no more threads
-                pass
         self._work()
 
     def close(self) -> None:
@@ -350,7 +339,7 @@ class _Pump:
                         self._step()
                 break
             except Exception as e:
-                self._end_all(e)
+                self._give_up(e)
                 break
             except BaseException as e:  # Ctrl-C in a caller's thread: commands in flight must still arrive
                 interrupt = e
@@ -361,7 +350,7 @@ class _Pump:
         """Takes incoming jobs. Returns False if there is no job, and then no thread is at work any more."""
         if self._jobs and not self._incoming:
             return True
-        if not self._jobs and self._slots is not None:
+        if not self._jobs:
             self._slots.give_back()
         with self._changed.lock:
             if not self._jobs and executor is not None:  # close() takes the executor away
@@ -386,16 +375,6 @@ class _Pump:
         self._naps += 1
         if self._naps > 3:  # other processes may take long before they give the processor back
             time.sleep(0 if self._naps < 20 else 50e-6)
-
-    def _end_all(self, error: Exception) -> None:
-        while True:
-            with self._changed.lock:
-                jobs, self._jobs = [*self._jobs, *self._incoming], []
-                self._incoming.clear()
-                if not jobs:
-                    self._stop_working()
-                    return
-            self._give_up(jobs, error)
 
     # Files and commands.
 
@@ -428,8 +407,6 @@ class _Pump:
         group, slot = job.groups[0], None
         if not self._backend.reaches_gpu and group.on_device:
             try:
-                if self._slots is None:
-                    self._slots = _Slots(self.device)
                 slot = self._slots.take()
             except Exception as e:  # no more memory can be pinned
                 group.fail(e)
@@ -456,14 +433,14 @@ class _Pump:
                     return True
         except Exception as e:
             self._in_flight.discard(command)
-            job.pending.fail(file, naming_file(e, opened.path(file)))
+            job.pending.fail(file, naming_file(e, job.paths[file]))
         self._complete(command)
         return True
 
     def _poll(self) -> bool:
         """Handles completed commands. Returns whether there were any. It may wait for the first one in flight."""
         if not self._in_flight:
-            return self._slots is not None and self._slots.wait()
+            return self._slots.wait()
         found = False
         for command, result in self._backend._poll():
             found = True
@@ -472,7 +449,8 @@ class _Pump:
         return found
 
     def _check(self, command: Command, result: int | Exception) -> None:
-        job, path = command._group.job, command._group.opened.path(command._file)
+        job = command._group.job
+        path = job.paths[command._file]
         if isinstance(result, Exception):
             job.pending.fail(command._file, naming_file(result, path))
         elif 0 < result < command.nbytes:
@@ -491,7 +469,7 @@ class _Pump:
         try:
             group.opened.done(command._file)
         except Exception as e:
-            group.job.pending.fail(command._file, naming_file(e, group.opened.path(command._file)))
+            group.job.pending.fail(command._file, naming_file(e, group.job.paths[command._file]))
         group.unfinished -= 1
         if group.unfinished:
             return
@@ -512,25 +490,29 @@ class _Pump:
         except Exception as e:
             group.fail(e)
             after = None
-        assert self._slots is not None, "the slot came from there"
         self._slots.sent(slot)
         return after
 
-    def _give_up(self, jobs: list[_Job], error: Exception) -> None:
-        """Ends jobs after an error of the queue itself: the device may still write to memory of what was in flight."""
-        if self._in_flight:
-            _abandoned.append(self._in_flight)
-            self._in_flight = set()
-        if self._slots is not None:
+    def _give_up(self, error: Exception) -> None:
+        """Ends all jobs after an error of the queue itself: the device may still write to memory of those in flight."""
+        while True:
+            with self._changed.lock:
+                jobs, self._jobs = [*self._jobs, *self._incoming], []
+                self._incoming.clear()
+                if not jobs:
+                    self._stop_working()
+                    return
+            if self._in_flight:
+                _abandoned.append(self._in_flight)
+                self._in_flight = set()
             self._slots.give_back(abandon=True)
-        self._slots = None
-        self._backend._give_up()
-        for job in jobs:
-            for opened in job.opened:
-                opened.close(job.pending.fail)
-            for file, path in enumerate(job.paths):
-                job.pending.fail(file, naming_file(RuntimeError(f"the queue failed: {error}"), path))
-            job.pending.finish()
+            self._backend._give_up()
+            for job in jobs:
+                for opened in job.opened:
+                    opened.close(job.pending.fail)
+                for file, path in enumerate(job.paths):
+                    job.pending.fail(file, naming_file(RuntimeError(f"the queue failed: {error}"), path))
+                job.pending.finish()
 
 
 #: Commands of queues that broke. Their destinations and slots are never freed.

@@ -110,10 +110,9 @@ class StagingSlot:
 
     Attributes:
         buffer: 1-D uint8 pinned CPU tensor of ``limits.SLOT_BYTES``.
-        array, view: the same memory as a NumPy array and as a writable memoryview.
     """
 
-    __slots__ = ("array", "buffer", "event", "view")
+    __slots__ = ("buffer", "event")
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -121,8 +120,6 @@ class StagingSlot:
             raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
             start = -raw.data_ptr() % ALIGNMENT
             self.buffer = raw[start : start + nbytes]
-        self.array = self.buffer.numpy()
-        self.view = self.array.data
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, address: int, nbytes: int, stream: torch.cuda.Stream, offset: int = 0) -> None:
@@ -332,7 +329,7 @@ def _on_host(source: torch.Tensor) -> Iterator[memoryview]:
         for start in range(0, source.numel(), pool.slot_bytes):
             piece = source[start : start + pool.slot_bytes]
             slot.buffer[: piece.numel()].copy_(piece)
-            yield slot.view[: piece.numel()]
+            yield as_bytes_view(slot.buffer[: piece.numel()])
     finally:
         pool.release(slot)
 

@@ -115,6 +115,7 @@ def test_only_worker_processes_are_kept_off_the_device(tiny: Training, tmp_path:
         INDICES: None,
         "CacheDataset, n workers": None,
         "MONAI's fast training": CPU,
+        "MONAI's fast training under patch()": CPU,
         "GDSDataset, ThreadDataLoader": CPU,
         "GDSDataLoader, 0 workers": CPU,
         "GDSDataLoader, n workers": CPU,

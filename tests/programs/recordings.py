@@ -201,7 +201,8 @@ def _replayed(recorded: Recorded, of: dict[str, Any], where: Where) -> Any:
         name: Voxels(of[name].as_subclass(torch.Tensor).to(where.device), boxes)
         for name, boxes in program.boxes().items()
     }
-    got = replay(program, voxels, torch.device(where.device))
+    for _ in range(2):  # step by step, then by functions
+        got = replay(program, voxels, torch.device(where.device))
     if recorded.refused is not None:
         for tensor in tensors(copy.copy(got)):
             if tensor.numel():

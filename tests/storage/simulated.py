@@ -111,8 +111,6 @@ class Slot:
         raw = torch.empty(nbytes + 4096, dtype=torch.uint8)
         start = -raw.data_ptr() % 4096
         self.buffer = raw[start : start + nbytes]
-        self.array = self.buffer.numpy()
-        self.view = self.array.data
         self.event = Event()
 
     def send(self, address: int, nbytes: int, stream: Stream, offset: int = 0) -> None:

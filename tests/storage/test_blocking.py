@@ -145,16 +145,16 @@ def test_nothing_is_kept_where_no_thread_starts(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    done: list[weakref.ref[Work[Any]]] = []
-    make = backend._work
-    monkeypatch.setattr(backend, "_work", lambda *args: (work := make(*args), done.append(weakref.ref(work)))[0])
+    read: list[weakref.ref[torch.Tensor]] = []
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for _ in range(3):
-        (whole,) = storage.load(Reads.of(str(blob), [(0, len(data))])).wait()
+        dest = torch.zeros(len(data), dtype=torch.uint8)
+        (whole,) = storage.fill(Reads.of(str(blob), [(0, len(data))]), [dest]).wait()
         assert bytes_of(whole) == data
-    del whole
+        read.append(weakref.ref(whole))
+    del dest, whole
     gc.collect()
-    assert [work() for work in done] == [None] * 3
+    assert [tensor() for tensor in read] == [None] * 3
 
 
 @pytest.mark.parametrize("at_once", [False, True])

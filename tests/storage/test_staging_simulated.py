@@ -55,7 +55,7 @@ def test_what_cuda_refuses_is_an_error_with_its_number(driver: SimpleNamespace, 
 def test_a_tensor_leaves_the_device_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over host memory in place of a pinned slot, which also goes back to its pool."""
     buffer = torch.empty(4096, dtype=torch.uint8)
-    slot, free = SimpleNamespace(buffer=buffer, view=buffer.numpy().data), []
+    slot, free = SimpleNamespace(buffer=buffer), []
     pool = SimpleNamespace(slot_bytes=4096, acquire=lambda: slot, release=free.append)
     monkeypatch.setattr(staging, "staging_pool", lambda device: pool)
     data = content(3 * 4096 + 5)

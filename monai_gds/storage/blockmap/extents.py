@@ -21,6 +21,7 @@ import struct
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -325,33 +326,23 @@ def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int,
         yield start, end, None
 
 
-class Transfer(NamedTuple):
-    """A transfer of whole blocks, for ``nbytes`` of a read from its byte ``at`` on.
-
-    Attributes:
-        place: where these bytes begin on the disk; None for a hole.
-        direct: whether the blocks may be read into the destination itself; if not, through a bounce buffer.
-    """
-
-    at: int
-    nbytes: int
-    place: int | None
-    direct: bool
-
-
 def transfers(
     extents: Sequence[Extent], offset: int, nbytes: int, *, base: int, room: int, block: int, most: int, direct: bool
-) -> Iterator[Transfer]:
-    """Cuts one read into transfers of at most ``most`` bytes, a multiple of the disk's ``block``.
+) -> Iterator[tuple[int, int, int | None, bool]]:
+    """Cuts one read into transfers of whole blocks, of at most ``most`` bytes, a multiple of the disk's ``block``.
 
     The destination begins at the address ``base``, and ``room`` bytes after it may be overwritten. ``direct``: whether
     the disk reaches it.
+
+    Yields:
+        ``(byte of the read, bytes of it, where they begin on the disk, whether the blocks may be read into the
+        destination itself)``; the place of a hole is None.
     """
     end = offset + nbytes
     for begin, stop, place in runs(extents, offset, end):
         at = begin - offset
         if place is None:
-            yield Transfer(at, stop - begin, None, False)
+            yield at, stop - begin, None, False
             continue
         in_place = direct and place % block == 0 and (base + at) % block == 0
         left, tail = stop - begin, (stop - begin) % block
@@ -360,11 +351,11 @@ def transfers(
                 in_place = False
             else:
                 left -= tail
-                yield Transfer(at + left, tail, place + left, False)
+                yield at + left, tail, place + left, False
         done = 0
         while done < left:
             piece = min(most - (place + done) % block, left - done)
-            yield Transfer(at + done, piece, place + done, in_place)
+            yield at + done, piece, place + done, in_place
             done += piece
 
 
@@ -375,11 +366,9 @@ def how_to_be_let_read(disk: str) -> str:
 
 def read_uuid(fd: int, fs: FileSystem, path: str) -> str:
     """The UUID of the file system of ``fd``, from the kernel (6.9 and later) or else from the disk."""
-    try:
+    with suppress(OSError):
         answer = fcntl.ioctl(fd, _GETFSUUID, bytes(17))
         return str(uuid.UUID(bytes=bytes(answer[1:17])))
-    except OSError:
-        pass
     with open(fs.disk.path, "rb", buffering=0) as disk:
         head = os.pread(disk.fileno(), 4096, fs.start)
     found = uuid_in(head)

@@ -62,13 +62,8 @@ def _ext4(head: bytes, read: ReadDisk) -> InodeTable | None:
     wide = bool(incompatible & _EXT4_64BIT)
     described = max(described, 64) if wide else 32
     block, groups = 1024 << min(log_block, 6), -(-count // max(per_group, 1))
-    if (
-        incompatible & _EXT4_META_BG
-        or not per_group
-        or nbytes < 128
-        or nbytes & (nbytes - 1)
-        or groups * described > _MOST_DESCRIPTORS
-    ):
+    fits = per_group and nbytes >= 128 and not nbytes & (nbytes - 1) and groups * described <= _MOST_DESCRIPTORS
+    if not fits or incompatible & _EXT4_META_BG:
         return None
     descriptors = read((first_block + 1) * block, groups * described)
 

@@ -1,13 +1,11 @@
 """The ``deepnvme`` backend: DeepSpeed's ``aio_handle``, libaio with O_DIRECT through page-locked host memory.
 
 It goes through host memory on a CPU and on a CUDA target; ``deepnvme-gds`` is the one that reads into GPU memory.
-``aio_handle`` returns success whatever the kernel answered, and ends the process when an assertion fails. Therefore
-
-* the kernel's own results are fetched separately (``results.h``);
-* what it read and wrote is verified by :mod:`.verified`, which also reads heads, tails and small files;
-* its assertions are checked beforehand: that the kernel has room for its queues (``fs.aio-max-nr``), and that the
-  memory can be locked (``RLIMIT_MEMLOCK``). That the range lies inside the file is checked before and after the read;
-  :mod:`.build` takes the assertion in between out.
+``aio_handle`` returns success whatever the kernel answered, so what it moves is verified (:mod:`.verified`), and the
+kernel's own results are fetched separately (``results.h``). It ends the process when an assertion fails, so these are
+checked beforehand: that the kernel has room for its queues (``fs.aio-max-nr``), and that the memory can be locked
+(``RLIMIT_MEMLOCK``). That the range lies inside the file is checked before and after the read; :mod:`.build` takes the
+assertion in between out.
 
 On a CUDA target the handle fills the pinned staging slots themselves. Elsewhere it fills a page-locked tensor of its
 own (``new_cpu_locked_tensor``), which is copied to the destination.
@@ -20,7 +18,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +58,8 @@ class _AioLane(Lane):
         self._nbytes = nbytes
         self._pinned = pinned
         self._handle = _new_handle(module, settings)
-        self._failure_in = _failure_finder(module)
+        self._take_error = ctypes.CDLL(module.__file__).monai_gds_take_error  # of results.h
+        self._take_error.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
         self._buffer: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
 
@@ -85,11 +84,12 @@ class _AioLane(Lane):
             # They drop it a moment after they have reported that they are done, and whoever drops it last frees it.
             # That must not be a thread without the interpreter, so it is kept until they have done another operation.
             self._kept = memory
-        failed = self._failure_in(memory)
-        if failed is not None:
-            at, error = failed
+        at, result = ctypes.c_void_p(), ctypes.c_long()
+        if self._take_error(memory.data_ptr(), memory.numel(), ctypes.byref(at), ctypes.byref(result)):
+            error = max(0, -result.value)
             reason = os.strerror(error) if error else "transferred in part only"
-            raise StorageError(error or errno.EIO, f"{reason}, at byte {offset + at}")
+            at_byte = offset + (at.value or 0) - memory.data_ptr()
+            raise StorageError(error or errno.EIO, f"{reason}, at byte {at_byte}")
         if code < 0:
             raise StorageError(errno.EIO, f"DeepNVMe refused to {verb} {memory.numel()} bytes at {offset}")
 
@@ -138,24 +138,6 @@ def _check_permission() -> None:
 def _queues() -> int:
     """How many libaio queues this process has: the kernel maps each into it."""
     return Path("/proc/self/maps").read_text().count("/[aio]")
-
-
-def _failure_finder(module: ModuleType) -> Callable[[torch.Tensor], tuple[int, int] | None]:
-    """Returns a function that fetches the kernel's results of the transfers from or to a piece of host memory.
-
-    That function returns None if every transfer was complete, else ``(offset within the memory, errno)`` of the first
-    that failed, with errno 0 for a short transfer.
-    """
-    take = ctypes.CDLL(module.__file__).monai_gds_take_error
-    take.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_long)]
-
-    def failure_in(memory: torch.Tensor) -> tuple[int, int] | None:
-        at, result = ctypes.c_void_p(), ctypes.c_long()
-        if not take(memory.data_ptr(), memory.numel(), at, result):
-            return None
-        return (at.value or 0) - memory.data_ptr(), max(0, -result.value)
-
-    return failure_in
 
 
 def _check_lockable(nbytes: int) -> None:

@@ -203,21 +203,20 @@ def build_ahead(say: Callable[[str], None]) -> list[Path]:
     return done
 
 
-def build_for_use(operator: Operator) -> Path:
-    """As :func:`build`, with a warning before a build starts, and silent when there is nothing to do."""
-    return build(operator, (lambda line: None) if built(operator) else _log.warning)
-
-
-def build(operator: Operator, say: Callable[[str], None]) -> Path:
+def build(operator: Operator, say: Callable[[str], None] | None = None) -> Path:
     """Builds the operator unless that is done already, or another process does it first. Returns its directory.
+
+    ``say`` gets one line per step. By default each step of a build is a warning.
 
     Raises:
         BackendUnavailable: see :func:`build_ahead`.
     """
     name, target = _MODULE[operator], build_directory(operator)
     if built(operator):
-        say(f"{name} is built: {target}")
+        if say is not None:
+            say(f"{name} is built: {target}")
         return target
+    say = say or _log.warning
     found = probe(operator)
     if not found:
         raise BackendUnavailable(f"{found.reason}; {found.remedy}")
@@ -338,7 +337,7 @@ def load(operator: Operator) -> ModuleType:
     """
     with _loading():
         if operator not in _loaded:
-            build_for_use(operator)
+            build(operator)
             _loaded[operator] = _import_library(operator)
         return _loaded[operator]
 

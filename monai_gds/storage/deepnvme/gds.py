@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 import torch
 
 from monai_gds.errors import StorageError
-from monai_gds.storage import staging
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.deepnvme import build
 from monai_gds.storage.deepnvme.gds_helper import MESSAGE_BYTES
@@ -160,7 +159,7 @@ class DeepNvmeGdsBackend(VerifiedBackend):
     transfer_bytes = VerifiedBackend.piece_bytes  # one cuFile call per piece
 
     def open(self) -> None:
-        build.build_for_use("gds")
+        build.build("gds")
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -170,20 +169,6 @@ class DeepNvmeGdsBackend(VerifiedBackend):
     def _new_lanes(self) -> Sequence[Lane]:
         helper = _Helper(self.device, self.lane_bytes, self.settings, self.threads)
         return [_GdsLane(helper, channel) for channel in helper.channels]
-
-    def _read_plain(self, fd: int, offset: int, dest: torch.Tensor) -> int:
-        if not dest.is_cuda:
-            return super()._read_plain(fd, offset, dest)
-        pool = staging.staging_pool(self.device)
-        slot = pool.acquire()
-        try:
-            count = os.preadv(fd, [slot.view[: dest.numel()]], offset)
-        except BaseException:
-            pool.release(slot)
-            raise
-        pool.upload(slot, [(0, dest[:count])])
-        staging.copy_stream(self.device).synchronize()
-        return count
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "cufile": _how(), "device_bytes": self.threads * self.lane_bytes}

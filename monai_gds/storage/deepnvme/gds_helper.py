@@ -1,8 +1,7 @@
-"""The process in which ``gds_handle`` runs, because it ends its process on any error. Started by ``gds.py``.
+"""The process in which ``gds_handle`` runs; see ``gds.py``, which starts it.
 
 For each socket that it is given, it makes one handle and one pinned device tensor, and sends a CUDA IPC handle of that
-tensor to the other process. Then it carries out messages until the sockets are closed. Any error ends it; the other
-side notices, and reads its standard error.
+tensor to the other process. Then it carries out messages until the sockets are closed. Any error ends it.
 
 It runs in its own directory, because ``gds_handle`` writes ``local_cufile.json`` into the working directory.
 

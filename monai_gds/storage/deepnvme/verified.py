@@ -133,7 +133,7 @@ class VerifiedBackend(BlockingBackend):
         if dest.numel() >= SMALL_BYTES:
             with self._lanes.lane(self._new_lanes) as lane:
                 done = self._read_pages(lane, handle, offset, dest)
-        return done or self._read_plain(handle, offset, dest)
+        return done or _read_plain(handle, offset, dest)
 
     def _read_pages(self, lane: Lane, fd: int, offset: int, dest: torch.Tensor) -> int:
         """Has the engine read the whole pages in which ``dest`` lies; returns how many bytes of it are filled."""
@@ -161,9 +161,6 @@ class VerifiedBackend(BlockingBackend):
             found = into[offset - start : offset - start + filled]
             _copy(dest[:filled], found if found.is_cuda else found.numpy())
         return filled
-
-    def _read_plain(self, fd: int, offset: int, dest: torch.Tensor) -> int:
-        return os.preadv(fd, [dest.numpy().data], offset)
 
     # Writing.
 
@@ -241,6 +238,14 @@ def _transfer_ends(count: int, shares: int, size: int) -> Iterator[int]:
     for start in range(0, count, share):
         yield from range(start + size, start + share, size)
         yield start + share
+
+
+def _read_plain(fd: int, offset: int, dest: torch.Tensor) -> int:
+    data = np.empty(dest.numel(), np.uint8) if dest.is_cuda else dest.numpy()
+    count = os.preadv(fd, [data.data], offset)
+    if dest.is_cuda:
+        _copy(dest[:count], data[:count])
+    return count
 
 
 def _source(buffer: Buffer) -> _Source:

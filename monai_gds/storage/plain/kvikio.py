@@ -31,7 +31,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.errors import StorageError
-from monai_gds.storage import files, plan, staging
+from monai_gds.storage import files, staging
 from monai_gds.storage.backend import Availability, check_threads
 from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
 from monai_gds.storage.pending import Pending
@@ -84,11 +84,6 @@ class _File:
         self.after = offset + nbytes
         if self._cold:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # every byte is read by now
-            self.cu_file.close()
-        os.close(self.fd)
 
 
 class KvikioBackend(QueueBackend):
@@ -167,7 +162,9 @@ class KvikioBackend(QueueBackend):
             raise
 
     def _close(self, handle: _File) -> None:
-        handle.close()
+        with contextlib.suppress(Exception):  # every byte is read by now
+            handle.cu_file.close()
+        os.close(handle.fd)
 
     def _cu_file(self, fd: int, flags: str, path: str) -> Any:
         """Opens the file of a descriptor, since its path may name another file by now.
@@ -192,7 +189,7 @@ class KvikioBackend(QueueBackend):
             file.hint(command.offset, command.nbytes)
         elif len(self._under_way) == limits.KVIKIO_TASKS:
             return False
-        dest = command.dest if command.memory.is_cuda else command.array
+        dest = command.dest if command.memory.is_cuda else command.dest.numpy()
         future = file.cu_file.pread(dest, command.nbytes, command.offset, limits.KVIKIO_TASK_BYTES)
         self._under_way.append((command, future))
         return True
@@ -220,12 +217,11 @@ class KvikioBackend(QueueBackend):
         start in order: once one more task is complete, all earlier ones have started. Setting the number of threads,
         even to its current value, waits for the running ones.
         """
-        import kvikio.defaults
-
+        defaults = self._kvikio.defaults
         with contextlib.suppress(Exception):  # it fails as the others did
             file.cu_file.pread(np.empty(1, np.uint8), 1).get()
         with contextlib.suppress(Exception):
-            kvikio.defaults.set("num_threads", kvikio.defaults.get("num_threads"))
+            defaults.set("num_threads", defaults.get("num_threads"))
 
     # Writing.
 
@@ -247,11 +243,10 @@ class KvikioBackend(QueueBackend):
         self._posix.close()
 
     def describe(self) -> dict[str, Any]:
-        import kvikio.defaults
-
-        threads = kvikio.defaults.get("num_threads")
+        defaults = self._kvikio.defaults
+        threads = defaults.get("num_threads")
         # KvikIO's own bounce buffers are used only where it is given device memory.
-        bounce = kvikio.defaults.get("bounce_buffer_size") * threads if self.reaches_gpu else 0
+        bounce = defaults.get("bounce_buffer_size") * threads if self.reaches_gpu else 0
         return {
             **self._posix.describe(),
             "kvikio_threads": threads,
@@ -264,67 +259,50 @@ class KvikioBackend(QueueBackend):
 def _write_parts(fd: int, cu_file: Any, buffers: Sequence[Buffer]) -> None:
     """Writes buffers back to back: tensors on the device that begin at a page through KvikIO, the rest by ``fd``."""
     offset = 0
-    writes = _Writes()
+    under_way: deque[tuple[torch.Tensor, int, Any]] = deque()  # pieces, each with its offset and KvikIO's future
     try:
         for buffer in buffers:
             nbytes = files.total_bytes([buffer])
             if isinstance(buffer, torch.Tensor) and buffer.is_cuda and offset % ALIGNMENT == 0:
-                writes.start(cu_file, buffer.detach(), offset)
+                for at in range(0, nbytes, limits.KVIKIO_TASK_BYTES):  # in pieces of one task each; see open()
+                    part = buffer.detach()[at : at + limits.KVIKIO_TASK_BYTES]
+                    under_way.append((part, offset + at, _start_write(cu_file, part, offset + at)))
             else:  # it may begin in the block that the last one ends in, and cuFile writes whole blocks
-                writes.wait()
+                _wait_for_writes(under_way)
                 os.lseek(fd, offset, os.SEEK_SET)
                 staging.write_buffers(fd, [buffer])
             offset += nbytes
-    finally:
-        writes.settle()
-    writes.wait()
+        _wait_for_writes(under_way)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            _wait_for_writes(under_way)
+        raise
 
 
-class _Writes:
-    """Pieces of tensors that KvikIO's threads are writing."""
+def _start_write(cu_file: Any, part: torch.Tensor, offset: int) -> Any:
+    try:
+        return cu_file.pwrite(part, part.numel(), offset, limits.KVIKIO_TASK_BYTES)
+    except Exception as e:
+        raise StorageError(errno.EIO, f"KvikIO refused to write at {offset}: {e}") from e
 
-    def __init__(self) -> None:
-        self._pieces: deque[tuple[torch.Tensor, int, Any]] = deque()  # with its offset and KvikIO's future
-        self._error: StorageError | None = None
 
-    def start(self, cu_file: Any, tensor: torch.Tensor, offset: int) -> None:
-        """Starts writing a tensor in pieces of one task each; see ``KvikioBackend.piece_bytes``."""
-        pieces = plan.cut(Reads.of("", [(offset, tensor.numel())]), limits.KVIKIO_TASK_BYTES, even=True)
-        for part, at in zip(pieces.parts([tensor]), pieces.offset.tolist(), strict=True):
-            if part.numel():
-                try:
-                    future = cu_file.pwrite(part, part.numel(), at, limits.KVIKIO_TASK_BYTES)
-                except Exception as e:
-                    raise StorageError(errno.EIO, f"KvikIO refused to write at {at}: {e}") from e
-                self._pieces.append((part, at, future))
+def _wait_for_writes(under_way: deque[tuple[torch.Tensor, int, Any]]) -> None:
+    """Waits until no piece is under way, even after Ctrl-C: KvikIO reads the tensors and writes to the file.
 
-    def settle(self) -> None:
-        """Waits until no piece is under way, even after Ctrl-C: KvikIO reads the tensors and writes to the file."""
-        interrupt: BaseException | None = None
-        while self._pieces:
-            part, at, future = self._pieces[0]
-            try:
-                count = future.get()
-                if count != part.numel():
-                    raise StorageError(errno.EIO, f"KvikIO wrote {count} of {part.numel()} bytes at {at}")
-            except StorageError as e:
-                self._error = self._error or e
-            except Exception as e:
-                failed = f"KvikIO could not write {part.numel()} bytes at {at}: {e}"
-                self._error = self._error or StorageError(errno.EIO, failed)
-            except BaseException as e:
-                interrupt = e
-                continue
-            self._pieces.popleft()
-        if interrupt is not None:
-            raise interrupt
-
-    def wait(self) -> None:
-        """As :meth:`settle`.
-
-        Raises:
-            StorageError: the first error of a piece.
-        """
-        self.settle()
-        if self._error is not None:
-            raise self._error
+    Raises:
+        StorageError: the first error of a piece.
+    """
+    first: BaseException | None = None
+    while under_way:
+        part, at, future = under_way[0]
+        try:
+            if (count := future.get()) != part.numel():
+                raise ValueError(f"it wrote {count}")
+        except Exception as e:
+            first = first or StorageError(errno.EIO, f"KvikIO could not write {part.numel()} bytes at {at}: {e}")
+        except BaseException as e:
+            first = e
+            continue
+        under_way.popleft()
+    if first is not None:
+        raise first

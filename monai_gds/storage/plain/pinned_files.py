@@ -23,9 +23,8 @@ from contextlib import nullcontext
 
 import torch
 
-from monai_gds.storage import files, staging
+from monai_gds.storage import files, memory, staging
 from monai_gds.storage.files import Expected, FileId
-from monai_gds.storage.plain import mappings
 
 
 class PinnedFile:
@@ -44,15 +43,15 @@ class PinnedFile:
         self._process = os.getpid()
         fd = files.open_file(path, file)
         try:
-            address = mappings.map_file(fd, 0, file.size, shared=True)
+            address = memory.map_file(fd, 0, file.size, shared=True)
         finally:
             os.close(fd)
         try:
-            if mappings.resident(address, file.size) < 1:
+            if memory.resident(address, file.size) < 1:
                 raise BlockingIOError(f"{path} is not in the page cache as a whole")
             staging.pin(address, self.nbytes)
         except BaseException:
-            mappings.unmap(address, file.size)
+            memory.unmap(address, file.size)
             raise
         self._address = address
 
@@ -79,7 +78,7 @@ class PinnedFile:
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self._address and not ending() and os.getpid() == self._process:  # CUDA does not work in a forked child
             staging.unpin(self._address)
-            mappings.unmap(self._address, self.file.size)
+            memory.unmap(self._address, self.file.size)
 
 
 class PinnedFiles:
@@ -108,16 +107,16 @@ class PinnedFiles:
             if held.file == expected == FileId.of(path):
                 return held
         except OSError:  # it was deleted, and takes room on its disk as long as it is registered
-            self._drop(path, held)
+            self._drop(path, held, held.nbytes)
             raise
-        self._drop(path, held)
+        self._drop(path, held, held.nbytes)
         return None
 
-    def _drop(self, path: str, held: PinnedFile) -> None:
+    def _drop(self, path: str, held: PinnedFile | None, nbytes: int) -> None:
         with self._lock:
-            if self._held.get(path) is held:
+            if path in self._held and self._held[path] is held:
                 del self._held[path]
-                self.used -= held.nbytes
+                self.used -= nbytes
 
     def offer(self, path: str, file: FileId) -> None:
         """Registers a file that was just read, in the background, if there is room for it."""
@@ -132,16 +131,16 @@ class PinnedFiles:
         try:
             thread.submit(self._register, path, file)
         except RuntimeError:  # the process is ending, or may start no more threads
-            self._forget(path, file)
+            self._drop(path, None, file.size)
 
     def _register(self, path: str, file: FileId) -> None:
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 pinned = PinnedFile(path, file)
         except OSError:  # it was replaced, or pushed out of the page cache: the next read may offer it again
-            self._forget(path, file)
+            self._drop(path, None, file.size)
         except RuntimeError as e:
-            self._forget(path, file)
+            self._drop(path, None, file.size)
             if not self._refused:
                 self._refused = True
                 warnings.warn(f"{path} and further files are copied as without pinned_bytes: {e}", stacklevel=2)
@@ -149,11 +148,6 @@ class PinnedFiles:
             with self._lock:
                 self._held[path] = pinned
                 self.used += pinned.nbytes - file.size
-
-    def _forget(self, path: str, file: FileId) -> None:
-        with self._lock:
-            del self._held[path]
-            self.used -= file.size
 
     def close(self) -> None:
         """Unregisters everything. Nothing may be under way."""

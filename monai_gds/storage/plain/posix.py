@@ -12,11 +12,10 @@ them. ``direct_io=True`` is for data that will never fit there.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,22 +27,11 @@ from monai_gds.storage import files, plan
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend, OpenFiles, naming_file
 from monai_gds.storage.files import ALIGNMENT, Expected, FileId
-from monai_gds.storage.memory import HUGE, prefer_huge_pages_for_mapping, tensor_at
+from monai_gds.storage.memory import map_privately
 from monai_gds.storage.pending import Pending
-from monai_gds.storage.plain import mappings
 from monai_gds.storage.plain.pinned_files import PinnedFiles
 from monai_gds.storage.plain.small_files import read_small_files, ring_of_this_thread
 from monai_gds.storage.reads import Reads
-
-
-def _mapped(fd: int, offset: int, nbytes: int) -> torch.Tensor:
-    """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone."""
-    skip = offset % mmap.ALLOCATIONGRANULARITY
-    length = nbytes + skip
-    start = mappings.map_file(fd, offset - skip, length)
-    if HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
-        prefer_huge_pages_for_mapping(start, length)
-    return tensor_at(start + skip, nbytes, partial(mappings.unmap, start, length))
 
 
 class _Handle(NamedTuple):
@@ -196,10 +184,8 @@ class PosixBackend(BlockingBackend):
     def _map_one(self, fd: int, offset: int, nbytes: int, path: str) -> torch.Tensor:
         # A range with an unaligned start is read instead, so that the tensor can be viewed as any dtype.
         if nbytes >= limits.MAP_BYTES and offset % ALIGNMENT == 0:
-            try:
-                return _mapped(fd, offset, nbytes)
-            except OSError:  # vm.max_map_count is used up, or the file system maps nothing: read instead
-                pass
+            with suppress(OSError):  # vm.max_map_count is used up, or the file system maps nothing: read instead
+                return map_privately(fd, offset, nbytes)
         dest = torch.empty(nbytes, dtype=torch.uint8)
         with files.naming(path):
             self._fill(_Handle(fd, -1), path, offset, dest)

@@ -4,8 +4,6 @@ For each file the kernel reports where its bytes lie (:mod:`.extents`). The bloc
 flight as the queue takes, each as large as the device allows. Before the bytes count as read, the kernel is asked
 again: a different answer is an error, so wrong bytes are never returned. With a driver in user space no file system is
 mounted, and a saved :class:`~monai_gds.BlockMap` shows where files lie.
-
-Nothing here ever writes to a device: files are written through the file system.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import re
 import stat
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -83,11 +82,12 @@ class BlockBackend(QueueBackend):
         if self._setup.user_space:
             blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
             return _File(path, blocks.size, blocks.extents, self._drives.only())
-        fd = open_file(path, expected, regular=True)
-        drive: Drive | None = None
-        try:
+        with ExitStack() as on_error:
+            fd = open_file(path, expected, regular=True)
+            on_error.callback(os.close, fd)
             st = os.fstat(fd)
             fs, drive = self._drives.of_file(fd, st.st_dev, path)
+            on_error.callback(self._drives.release, drive)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             if self._setup.blockmap is not None:
@@ -96,12 +96,8 @@ class BlockBackend(QueueBackend):
                     lookup(self._setup.blockmap, path, by_end=True).check(now, path)
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
+            on_error.pop_all()
             return _File(path, st.st_size, extents, drive, fd, answer)
-        except BaseException:
-            os.close(fd)
-            if drive is not None:
-                self._drives.release(drive)
-            raise
 
     def _close(self, handle: _File) -> None:
         """Raises FileChanged if the blocks that were read are no longer the file's."""
@@ -271,10 +267,10 @@ class XnvmeBlockBackend(BlockBackend):
     def open(self) -> None:
         setup, blockmap = self._setup, BlockMap.given(self._blockmap)
         disk = None if setup.uri is None or setup.user_space else disk_behind(setup.uri)
-        library = libxnvme.load()
+        self._library = libxnvme.load()
         if setup.be is not None:
-            library.check_driver(setup.be)
-        self._set_up(replace(setup, disk=disk, blockmap=blockmap, library=library))
+            self._library.check_driver(setup.be)
+        self._set_up(replace(setup, disk=disk, blockmap=blockmap, library=self._library))
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -282,8 +278,7 @@ class XnvmeBlockBackend(BlockBackend):
 
     def memory(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            assert self._setup.library is not None, "it was loaded"
-            return host_tensor(self._setup.library, nbytes)
+            return host_tensor(self._library, nbytes)
         if not self.reaches_gpu:
             return super().memory(nbytes)
         drive = self._drives.only()
@@ -300,13 +295,11 @@ class XnvmeBlockBackend(BlockBackend):
         return pending
 
     def describe(self) -> dict[str, Any]:
-        setup = self._setup
-        assert setup.library is not None, "it was loaded"
         return {
             **super().describe(),
-            "library": setup.library.describe(),
-            "be": setup.be or "io_uring, else thrpool",
-            "mem": setup.mem or "that of be",
+            "library": self._library.describe(),
+            "be": self._setup.be or "io_uring, else thrpool",
+            "mem": self._setup.mem or "that of be",
         }
 
 
@@ -356,11 +349,7 @@ class _Transfer:
             if self._bounce is None:
                 return False
             self._address = self._bounce.address
-        try:
-            return self._drive.queue.read(self, self._block, self._count, self._address)
-        except StorageError:
-            self.drop_bounce()
-            raise
+        return self._drive.queue.read(self, self._block, self._count, self._address)
 
     def finish(self, done: Completion) -> None:
         """Handles the completion, and copies the bytes out of the bounce buffer if there is one."""

@@ -10,8 +10,8 @@ import ctypes
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -36,11 +36,14 @@ class Bounce(NamedTuple):
     copied: torch.cuda.Event | None = None
 
 
-class BounceBuffers(ABC):
-    """The bounce buffers of one drive, of ``nbytes`` each, made as they are needed."""
+class BounceBuffers:
+    """The bounce buffers of one drive, of ``nbytes`` each, made as they are needed by ``make``; ``free`` frees one."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(
+        self, nbytes: int, make: Callable[[int], Bounce], free: Callable[[Bounce], object] = lambda bounce: None
+    ) -> None:
         self._nbytes = whole_pages(nbytes)
+        self._make, self._free_one = make, free
         self._free: deque[Bounce] = deque()
         self._unmade, self._made = max(1, MOST_BYTES // self._nbytes), 0
 
@@ -53,7 +56,7 @@ class BounceBuffers(ABC):
         if not self._unmade:
             return None
         try:
-            made = self._make()
+            made = self._make(self._nbytes)
         except StorageError:
             if not self._made:
                 raise
@@ -67,58 +70,24 @@ class BounceBuffers(ABC):
         """Takes back a buffer, to be filled again once its ``copied`` is over."""
         self._free.append(bounce)
 
-    @abstractmethod
-    def _make(self) -> Bounce: ...
-
-    @abstractmethod
     def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
-        """Copies the bytes from ``skip`` on to ``dest``, or queues that on the copy stream; takes the buffer back."""
+        """Copies the bytes from ``skip`` on to ``dest``; takes the buffer back.
 
-    @abstractmethod
-    def close(self) -> None:
-        """Frees the buffers."""
-
-
-class HostBounceBuffers(BounceBuffers):
-    """Bounce buffers in host memory."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self._device = device
-
-    def _make(self) -> Bounce:
-        return Bounce(self._device.alloc(self._nbytes))
-
-    def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
-        ctypes.memmove(dest.data_ptr(), bounce.address + skip, dest.numel())
-        self.give_back(bounce)
-
-    def close(self) -> None:
-        while self._free:
-            self._device.free(self._free.pop().address)
-
-
-class GpuBounceBuffers(BounceBuffers):
-    """Bounce buffers in GPU memory. The copy stream is current when they are used."""
-
-    def __init__(self, buffers: GpuBuffers, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self._buffers = buffers
-
-    def _make(self) -> Bounce:
-        memory = self._buffers.tensor(self._nbytes)
-        return Bounce(memory.data_ptr(), memory)
-
-    def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
-        assert bounce.memory is not None, "on a GPU"
+        From a GPU's memory the copy is queued on the copy stream, which is current.
+        """
+        if bounce.memory is None:
+            ctypes.memmove(dest.data_ptr(), bounce.address + skip, dest.numel())
+            return self.give_back(bounce)
         dest.copy_(bounce.memory[skip : skip + dest.numel()], non_blocking=True)
-        copied = torch.cuda.current_stream(bounce.memory.device).record_event()  # the copy stream is current
+        copied = torch.cuda.current_stream(bounce.memory.device).record_event()
         if not dest.is_cuda:
             copied.synchronize()
         self.give_back(bounce._replace(copied=copied))
 
     def close(self) -> None:
-        self._free.clear()
+        """Frees the buffers."""
+        while self._free:
+            self._free_one(self._free.pop())
 
 
 class GpuBuffers:
@@ -146,6 +115,10 @@ class GpuBuffers:
             self._alive += 1
         array = _arrays[address] = _GpuArray(self, address, nbytes)
         return torch.as_tensor(array, device=self.target)
+
+    def bounce(self, nbytes: int) -> Bounce:
+        memory = self.tensor(nbytes)
+        return Bounce(memory.data_ptr(), memory)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         array = _arrays.get(tensor.untyped_storage().data_ptr())

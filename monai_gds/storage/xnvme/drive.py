@@ -17,7 +17,7 @@ from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
 from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.files import ALIGNMENT
-from monai_gds.storage.xnvme.buffers import BounceBuffers, GpuBounceBuffers, GpuBuffers, HostBounceBuffers
+from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers, GpuBuffers
 from monai_gds.storage.xnvme.libxnvme import PASSTHROUGH, Completion, Device, Library, Queue
 from monai_gds.storage.xnvme.user_space import why_not_opened
 
@@ -38,7 +38,7 @@ class BlockDevice(Protocol):
 
 
 class CommandQueue(Protocol):
-    """What a :class:`Drive` sends its commands to: see :class:`.libxnvme.Queue` and :class:`.bam_queue.BamQueue`."""
+    """What a :class:`Drive` sends its commands to: see :class:`.libxnvme.Queue` and :class:`.queues.BamQueue`."""
 
     @property
     def outstanding(self) -> int: ...
@@ -124,11 +124,8 @@ class Drive:
         self.most = most_bytes(self.device, disk)
         try:
             if disk is not None and self.block != disk.block_size:
-                raise StorageError(
-                    errno.EINVAL,
-                    f"xNVMe sees blocks of {self.block} bytes where the kernel sees {disk.block_size}",
-                    uri,
-                )
+                why = f"xNVMe sees blocks of {self.block} bytes where the kernel sees {disk.block_size}"
+                raise StorageError(errno.EINVAL, why, uri)
             if setup.origin is not None:
                 self._check_uuid(setup.origin)
         except BaseException:
@@ -138,15 +135,11 @@ class Drive:
     def _open(self, disk: Disk | None, setup: Setup) -> tuple[BlockDevice, CommandQueue, BounceBuffers]:
         device, queue = _open_queue(self.uri, setup)
         most = most_bytes(device, disk)
-        try:
-            if not setup.reaches_gpu:
-                return device, queue, HostBounceBuffers(device, most)
-            self.buffers = GpuBuffers(device, setup.target)
-            return device, queue, GpuBounceBuffers(self.buffers, most)
-        except BaseException:
-            queue.close()
-            device.close()
-            raise
+        if not setup.reaches_gpu:
+            bounce = BounceBuffers(most, lambda n: Bounce(device.alloc(n)), lambda one: device.free(one.address))
+            return device, queue, bounce
+        self.buffers = GpuBuffers(device, setup.target)
+        return device, queue, BounceBuffers(most, self.buffers.bounce)
 
     def reaches(self, memory: torch.Tensor) -> bool:
         """Whether commands may read into this memory. A driver in user space reaches its own allocator's only."""
@@ -175,12 +168,9 @@ class Drive:
         inside = origin.start + ALIGNMENT <= self.device.nbytes
         found = uuid_in(self._read_head(origin.start)) if inside else None
         if found != origin.uuid:
-            raise StorageError(
-                errno.ENODEV,
-                f"it is not the disk that the block map was made on: at byte {origin.start} there is "
-                f"{'no file system' if found is None else f'file system {found}'}, not {origin.uuid}",
-                self.uri,
-            )
+            there = f"at byte {origin.start} there is {f'file system {found}' if found else 'no file system'}"
+            why = f"it is not the disk that the block map was made on: {there}, not {origin.uuid}"
+            raise StorageError(errno.ENODEV, why, self.uri)
 
     def _read_head(self, start: int) -> bytes:
         """The first ALIGNMENT bytes of a file system that begins at byte ``start``; nothing else is in flight."""
@@ -193,12 +183,8 @@ class Drive:
             if not self.queue.outstanding:
                 self.queue.read(bounce, block, count, bounce.address)  # once more where the queue was full
             done = self.queue.poll()
-        try:
-            self.check(done[0], block, count)
-        except StorageError:
-            self.bounce.give_back(bounce)
-            raise
         self.bounce.deliver(bounce, 0, head)
+        self.check(done[0], block, count)
         return head.numpy().tobytes()
 
     def close(self) -> None:
@@ -273,22 +259,19 @@ class Drives:
                 self._mounted = MountedFileSystems()
             self._mounted.refresh()
             fs = self._mounted.of(fd, device, path)
-            drive = self._open.get(fs.disk.number) or self._make(fs.disk, path)
-            drive.users += 1
-            return fs, drive
+            return fs, self._use(fs.disk, path)
 
     def only(self) -> Drive:
         """The drive that the storage was given by its ``uri``. It stays open until it is given to :meth:`release`."""
-        disk = self._setup.disk
         with self._lock:
-            drive = self._open.get(disk.number if disk else None) or self._make(disk, None)
-            drive.users += 1
-            return drive
+            return self._use(self._setup.disk, None)
 
-    def _make(self, disk: Disk | None, path: str | None) -> Drive:
-        drive = self._class(self._setup.node_of(disk, path), disk, self._setup)
-        self._open[drive.key] = drive
-        return drive
+    def _use(self, disk: Disk | None, path: str | None) -> Drive:
+        key = disk.number if disk else None
+        if key not in self._open:
+            self._open[key] = self._class(self._setup.node_of(disk, path), disk, self._setup)
+        self._open[key].users += 1
+        return self._open[key]
 
     def release(self, drive: Drive) -> None:
         """Ends one use of a drive. One that gave an error is closed with its last use, and opened again later."""

@@ -64,10 +64,7 @@ class XnvmeBackend(BlockingBackend):
 
     def _open_again(self, fd: int, path: str, opts: Any) -> Any:
         """xNVMe's handle of an open file: the very same file, whatever its path names by now and however long it is."""
-        try:
-            handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts)
-        except StorageError as e:
-            raise StorageError(e.errno, e.strerror, path) from e
+        handle = self._library.open("xnvme_file_open", f"/proc/self/fd/{fd}", opts, named=path)
         # xNVMe looks up the namespace with the first command, and must not do so in several threads at once.
         self._library.api.xnvme_dev_get_nsid(handle)
         return handle
@@ -111,15 +108,11 @@ class XnvmeBackend(BlockingBackend):
         offset = 0
         for view in views:
             array = np.frombuffer(view, dtype=np.uint8)
-            done = 0
-            while done < array.size:
-                count = self._transfer(
-                    "xnvme_file_pwrite", handle, array.ctypes.data + done, array.size - done, offset + done
-                )
+            while array.size:
+                count = self._transfer("xnvme_file_pwrite", handle, array.ctypes.data, array.size, offset)
                 if not count:
-                    raise StorageError(errno.EIO, f"wrote no byte at {offset + done}", handle.path)
-                done += count
-            offset += array.size
+                    raise StorageError(errno.EIO, f"wrote no byte at {offset}", handle.path)
+                array, offset = array[count:], offset + count
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "library": self._library.describe()}

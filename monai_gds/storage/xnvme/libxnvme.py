@@ -15,6 +15,7 @@ import errno
 import os
 import threading
 import time
+from contextlib import suppress
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int64, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -158,13 +159,16 @@ class Library:
                 setattr(opts, name, value)
         return opts
 
-    def open(self, function: str, path: str, opts: Any) -> Any:
-        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, with xNVMe's errno, if it gave nothing."""
+    def open(self, function: str, path: str, opts: Any, *, named: str = "") -> Any:
+        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, with xNVMe's errno, if it gave nothing.
+
+        The error names the file ``named``, or ``path``.
+        """
         ctypes.set_errno(0)
         handle = getattr(self.api, function)(ctypes.create_string_buffer(os.fsencode(path)), ctypes.byref(opts))
         if not handle:
             code = ctypes.get_errno() or errno.EIO
-            raise StorageError(code, f"{function} could not open it: {os.strerror(code)}", path)
+            raise StorageError(code, f"{function} could not open it: {os.strerror(code)}", named or path)
         return handle
 
     def check_driver(self, interface: str) -> None:
@@ -260,7 +264,7 @@ class Device:
         self._api = library.api
         with _opening:
             before = _descriptors_of(uri) if self.in_kernel else set()
-            self.handle = self._open(mem, self._options(mem, gpu, nsid, heap_bytes))
+            self.handle = self._open(mem, gpu, nsid, heap_bytes)
             try:
                 if self.in_kernel:
                     _check_read_only(_descriptors_of(uri) - before, uri, direct=self.counts_bytes)
@@ -274,16 +278,20 @@ class Device:
                         guess = f"does the drive have a namespace {self.nsid} (nsid)?"
                     if mem is not None:
                         guess = f"does mem={mem!r} give no memory (huge pages that nobody reserved, for instance)?"
-                    raise StorageError(
-                        errno.EINVAL,
-                        f"xNVMe finds no geometry (blocks of {self.block_size} bytes, {self.nbytes} in all): {guess}",
-                        uri,
-                    )
+                    found = f"blocks of {self.block_size} bytes, {self.nbytes} in all"
+                    raise StorageError(errno.EINVAL, f"xNVMe finds no geometry ({found}): {guess}", uri)
             except BaseException:
                 self.close()
                 raise
 
-    def _open(self, mem: str | None, opts: Any) -> Any:
+    def _open(self, mem: str | None, gpu: int | None, nsid: int | None, heap_bytes: int | None) -> Any:
+        fields: dict[str, str | int | None] = {"be": self.library.driver_of(self.interface), "mem": mem, "nsid": nsid}
+        if self.library.layout == "next":
+            fields |= {"gpu_id": gpu, "host_heap_size": heap_bytes, "device_heap_size": heap_bytes}
+        elif self.in_kernel:
+            # sync "block": by pread, so that thrpool reports bytes and MDTS is not cut to what an ioctl takes
+            fields |= {"async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
+        opts = self.library.options(direct=int(self.counts_bytes), **fields)
         if not self.in_kernel:
             claims.take(self.uri)
         try:
@@ -295,15 +303,6 @@ class Device:
                 raise
             why = f"{e.strerror}; perhaps {self.interface} has no allocator {mem!r}"
             raise StorageError(e.errno, why, self.uri) from e
-
-    def _options(self, mem: str | None, gpu: int | None, nsid: int | None, heap_bytes: int | None) -> Any:
-        fields: dict[str, str | int | None] = {"be": self.library.driver_of(self.interface), "mem": mem, "nsid": nsid}
-        if self.library.layout == "next":
-            fields |= {"gpu_id": gpu, "host_heap_size": heap_bytes, "device_heap_size": heap_bytes}
-        elif self.in_kernel:
-            # sync "block": by pread, so that thrpool reports bytes and MDTS is not cut to what an ioctl takes
-            fields |= {"async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
-        return self.library.options(direct=int(self.counts_bytes), **fields)
 
     def alloc(self, nbytes: int) -> int:
         """The address of a buffer that commands may read into. Raises StorageError where no memory is left for it."""
@@ -332,7 +331,7 @@ class Queue:
     """
 
     def __init__(self, device: Device, depth: int) -> None:
-        self._api, self._device, self.depth = device.library.api, device, depth
+        self._api, self._device = device.library.api, device
         pointer = c_void_p()
         code = self._api.xnvme_queue_init(device.handle, depth, 0, ctypes.byref(pointer))
         if code:
@@ -350,14 +349,14 @@ class Queue:
             context.contents.cb_arg = number
             self._contexts.append(context.contents)
         self._free = list(range(1, depth + 1))
-        self._tags: list[Any] = [None] * (depth + 1)
+        self._tags: dict[int, Any] = {}  # of the commands in flight
         self._finished: list[int] = []
         self._silent_since: float | None = None  # the first look since which nothing was complete
 
     @property
     def outstanding(self) -> int:
         """Commands in flight."""
-        return self.depth - len(self._free)
+        return len(self._tags)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
         """Reads ``count`` blocks from ``block`` into memory at ``address``. False while the queue is full."""
@@ -370,7 +369,7 @@ class Queue:
         code = self._api.xnvme_nvm_read(context, self._device.nsid, block, count - 1, address, None)
         if code == 0:
             return True
-        self._tags[number] = None
+        del self._tags[number]
         self._free.append(number)
         if code in (-errno.EBUSY, -errno.EAGAIN):
             return False
@@ -392,8 +391,7 @@ class Queue:
         done = []
         for number in finished:
             context = self._contexts[number - 1]
-            done.append(Completion(self._tags[number], context.status & 0xFFFE, context.result))
-            self._tags[number] = None
+            done.append(Completion(self._tags.pop(number), context.status & 0xFFFE, context.result))
             self._free.append(number)
         return done
 
@@ -423,11 +421,9 @@ def _descriptors_of(path: str) -> set[int]:
     wanted = os.stat(path)
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(OSError):  # the listing's own descriptor, or one that another thread closed
             if os.path.samestat(os.fstat(int(name)), wanted):
                 found.add(int(name))
-        except OSError:  # the listing's own descriptor, or one that another thread closed
-            continue
     return found
 
 
@@ -441,11 +437,8 @@ def _check_read_only(descriptors: set[int], uri: str, *, direct: bool) -> None:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise StorageError(errno.EPERM, "xNVMe opened it for writing, although read-only was requested", uri)
         if direct and not flags & os.O_DIRECT:
-            raise StorageError(
-                errno.EINVAL,
-                "xNVMe opened it without O_DIRECT, and a buffered read of a device gives stale blocks",
-                uri,
-            )
+            why = "xNVMe opened it without O_DIRECT, and a buffered read of a device gives stale blocks"
+            raise StorageError(errno.EINVAL, why, uri)
 
 
 def load() -> Library:

@@ -86,6 +86,6 @@ def test_transfers_bring_every_byte_and_write_no_more_than_allowed(
 def test_a_large_aligned_read_without_room_bounces_its_last_block_only() -> None:
     size = limits.DETOUR_BYTES + 4096 + 100
     got = list(transfers([Extent(0, 8192, 1 << 20)], 0, size, base=0, room=0, block=4096, most=1 << 20, direct=True))
-    assert [(t.nbytes, t.direct) for t in got] == [(100, False), (size - 100, True)]
+    assert [(nbytes, direct) for _, nbytes, _, direct in got] == [(100, False), (size - 100, True)]
     small = list(transfers([Extent(0, 8192, 1 << 20)], 0, 5000, base=0, room=0, block=4096, most=1 << 20, direct=True))
-    assert [(t.nbytes, t.direct) for t in small] == [(5000, False)]
+    assert [(nbytes, direct) for _, nbytes, _, direct in small] == [(5000, False)]

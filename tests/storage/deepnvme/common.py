@@ -53,7 +53,7 @@ def over_host_memory() -> Iterator[Storage]:
     """deepnvme-gds over host memory, with a helper process that has no gds_handle but behaves like it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gds._Helper, "module", "tests.storage.deepnvme.fake_gds_helper")
-        patch.setattr(build, "build_for_use", lambda operator: None)
+        patch.setattr(build, "build", lambda operator: None)
         storage = Storage(gds.DeepNvmeGdsBackend(torch.device("cpu"), threads=3))
         yield storage
         storage.close()

@@ -321,8 +321,9 @@ def test_no_tensor_is_left_to_the_handles_threads(tmp_path: Path, monkeypatch: p
 
     handle = SimpleNamespace(sync_pread=operate, sync_pwrite=operate)
     monkeypatch.setattr(aio, "_new_handle", lambda *_: handle)
-    monkeypatch.setattr(aio, "_failure_finder", lambda module: lambda memory: None)
-    module: Any = None
+    library = SimpleNamespace(monai_gds_take_error=lambda *_: 0)
+    monkeypatch.setattr(aio.ctypes, "CDLL", lambda path: library)
+    module: Any = SimpleNamespace(__file__="")
     lane = aio._AioLane(module, Settings(), 4096, pinned=False)
     verbs: list[lanes.Verb] = ["read", "write", "read", "read"]
     for verb in verbs:

@@ -401,22 +401,23 @@ class FakeFuture:
         return self.result
 
 
-def started(results: list[int | BaseException]) -> tuple[kvikio_module._Writes, list[FakeFuture]]:
-    """Writes of one tensor, one piece per result."""
+def write(results: list[int | BaseException]) -> None:
+    """Writes one tensor, one piece per result. All pieces are over when it returns or raises."""
     futures = [FakeFuture(result) for result in results]
     left = iter(futures)
-    writes = kvikio_module._Writes()
 
     class Fake:
         def pwrite(self, *_: Any) -> FakeFuture:
             return next(left)
 
-    writes.start(Fake(), torch.zeros(len(results) * KVIKIO_TASK_BYTES, dtype=torch.uint8), 0)
-    return writes, futures
+    try:
+        kvikio_module._write_parts(-1, Fake(), [dest(len(results) * KVIKIO_TASK_BYTES)])
+    finally:
+        assert all(f.done for f in futures)
 
 
 @given(nbytes=st.integers(0, 100 << 20))
-def test_written_pieces_are_even_whole_blocks_and_one_task_each(nbytes: int) -> None:
+def test_written_pieces_are_whole_blocks_and_one_task_each(nbytes: int) -> None:
     pieces: list[tuple[int, int]] = []
 
     class Fake:
@@ -425,29 +426,24 @@ def test_written_pieces_are_even_whole_blocks_and_one_task_each(nbytes: int) -> 
             pieces.append((offset, nbytes))
             return FakeFuture(nbytes)
 
-    kvikio_module._Writes().start(Fake(), torch.empty(0, dtype=torch.uint8).expand(0) if not nbytes else
-                                  torch.empty(nbytes, dtype=torch.uint8), 8192)  # fmt: skip
+    tensor = simulated.on_device(torch.empty(nbytes, dtype=torch.uint8))
+    kvikio_module._write_parts(-1, Fake(), [dest(8192), tensor])
+    assert pieces.pop(0) == (0, 8192)
     assert sum(n for _, n in pieces) == nbytes
     assert all(offset % ALIGNMENT == 0 and 0 < n <= KVIKIO_TASK_BYTES for offset, n in pieces)
     assert len({n for _, n in pieces[:-1]}) <= 1
 
 
 def test_an_error_of_writing_comes_when_all_pieces_are_done() -> None:
-    writes, futures = started([KVIKIO_TASK_BYTES, RuntimeError("full"), ValueError("later"), KVIKIO_TASK_BYTES])
     with pytest.raises(StorageError, match="full"):
-        writes.wait()
-    assert all(f.done for f in futures)
+        write([KVIKIO_TASK_BYTES, RuntimeError("full"), ValueError("later"), KVIKIO_TASK_BYTES])
 
 
 def test_a_short_write_is_an_error() -> None:
-    writes, _ = started([KVIKIO_TASK_BYTES, 5])
-    with pytest.raises(StorageError, match=rf"5 of {KVIKIO_TASK_BYTES} bytes at {KVIKIO_TASK_BYTES}"):
-        writes.wait()
+    with pytest.raises(StorageError, match=rf"{KVIKIO_TASK_BYTES} bytes at {KVIKIO_TASK_BYTES}: it wrote 5"):
+        write([KVIKIO_TASK_BYTES, 5])
 
 
 def test_an_interrupt_comes_when_all_pieces_are_done() -> None:
-    writes, futures = started([KVIKIO_TASK_BYTES, KeyboardInterrupt(), KVIKIO_TASK_BYTES])
     with pytest.raises(KeyboardInterrupt):
-        writes.wait()
-    assert all(f.done for f in futures)
-    writes.wait()
+        write([KVIKIO_TASK_BYTES, KeyboardInterrupt(), KVIKIO_TASK_BYTES])

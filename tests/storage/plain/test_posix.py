@@ -59,7 +59,7 @@ class TestPosixOnCpu(FullContract, WriteContract):
         def no_mapping(*_: object) -> torch.Tensor:
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(posix_module, "_mapped", no_mapping)
+        monkeypatch.setattr(posix_module, "map_privately", no_mapping)
         self.assert_gives(storage, blob, data, (4096, 1 << 20), how="map")
 
     def test_unmaps_what_nobody_holds(self, storage: Storage, blob: Path) -> None:

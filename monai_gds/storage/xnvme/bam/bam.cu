@@ -15,7 +15,7 @@ constexpr u32 READ = 0x02;
 constexpr u64 PAGE = 4096, LIST_ENTRIES = PAGE / 8;
 constexpr u32 MOST_DEPTH = 1024;
 
-// Results of a command besides the controller's own status: see bam_queue.py.
+// Results of a command besides the controller's own status: see queues.py.
 constexpr int LOST = -1, STRANGE = -2;
 
 // A queue pair. The last three are kept from one launch to the next.

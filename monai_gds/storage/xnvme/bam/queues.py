@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from monai_gds.storage import staging
+from monai_gds.storage.files import whole_pages
 from monai_gds.storage.xnvme.bam.controller import PAGE, Controller, QueuePair, host_pages
 from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers
 from monai_gds.storage.xnvme.libxnvme import Completion
@@ -67,14 +68,13 @@ class Pool(BounceBuffers):
     """The memory that a controller reads into: slots of at least its ``max_transfer``, copied on from there."""
 
     def __init__(self, controller: Controller, target: torch.device, slot_bytes: int, slots: int) -> None:
-        super().__init__(slot_bytes)
-        self._unmade = 0  # all are made at once
-        self._target = target
-        self.slots, self.slot_pages = slots, self._nbytes // PAGE
-        self.data = controller.memory(slots * self._nbytes)
+        slot_bytes = whole_pages(slot_bytes)
+        self.data = controller.memory(slots * slot_bytes)
         self._base = self.data.tensor.data_ptr()
-        for begin in range(0, slots * self._nbytes, self._nbytes):
-            self._free.append(Bounce(self._base + begin, self.data.tensor[begin : begin + self._nbytes]))
+        addresses = itertools.count(self._base, slot_bytes)
+        super().__init__(slot_bytes, lambda _: Bounce(next(addresses)))
+        self._unmade, self._target = slots, target
+        self.slots, self.slot_pages = slots, slot_bytes // PAGE
         # A list per slot, which names its pages but the first. In powers of two none crosses a page.
         self.list_entries = 1 << max(self.slot_pages - 2, 0).bit_length()
         self.lists = controller.memory(8 * self.list_entries * slots)
@@ -83,13 +83,9 @@ class Pool(BounceBuffers):
         """The number of the slot at an address."""
         return (address - self._base) // self._nbytes
 
-    def _make(self) -> Bounce:
-        raise AssertionError("all slots are made at once")
-
     def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
         if not dest.is_cuda:
-            ctypes.memmove(dest.data_ptr(), bounce.address + skip, dest.numel())
-            return self.give_back(bounce)
+            return super().deliver(bounce, skip, dest)
         stream = staging.current_stream(self._target)  # the copy stream is current
         staging.copy_to_device(dest.data_ptr(), bounce.address + skip, dest.numel(), stream.cuda_stream)
         self.give_back(bounce._replace(copied=stream.record_event()))
@@ -99,16 +95,7 @@ class Pool(BounceBuffers):
         for bounce in self._free:
             if bounce.copied is not None:
                 bounce.copied.synchronize()
-        self._free.clear()
-
-
-class _Read(NamedTuple):
-    """A read that waits for the next launch, or is part of the running one."""
-
-    tag: Any
-    lba: int
-    blocks: int
-    slot: int
+        super().close()
 
 
 class BamQueue:
@@ -124,8 +111,9 @@ class BamQueue:
         self._controller, self._kernel, self._pool = controller, kernel, pool
         self._depth = depth
         self._pairs: list[QueuePair] = []
-        self._waiting: list[_Read] = []
-        self._running: list[_Read] = []
+        # Reads for the next launch, and those of the running one: tag, first block, blocks, slot.
+        self._waiting: list[tuple[Any, int, int, int]] = []
+        self._running: list[tuple[Any, int, int, int]] = []
         # Everything that the kernel is passed, in one piece of memory
         types = [(_BATCH, 1), (_QUEUE, pairs), (_COMMAND, pool.slots), (np.dtype(np.int32), pool.slots)]
         ends = np.cumsum([dtype.itemsize * count for dtype, count in types]).tolist()
@@ -168,7 +156,7 @@ class BamQueue:
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
         """Reads ``count`` blocks from ``block`` into the slot at ``address``, by the next launch."""
-        self._waiting.append(_Read(tag, block, count, self._pool.slot(address)))
+        self._waiting.append((tag, block, count, self._pool.slot(address)))
         return True
 
     def poll(self) -> list[Completion]:
@@ -204,7 +192,7 @@ class BamQueue:
             self._delete()
             self._create(pairs)
         self._running = []  # if no queue can be created, they stay in flight, and the drive is given up
-        return [Completion(read.tag, result, 0) for read, result in zip(running, results, strict=True)]
+        return [Completion(read[0], result, 0) for read, result in zip(running, results, strict=True)]
 
     def close(self) -> None:
         """Deletes the queues; nothing may be in flight."""

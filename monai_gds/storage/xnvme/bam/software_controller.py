@@ -7,7 +7,6 @@ completions. The bytes go through the processor and pinned memory, so it is slow
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
 import os
@@ -123,9 +122,7 @@ class SoftwareController(Controller):
         except OSError as e:
             raise StorageError(e.errno, "the software controller cannot open it", path) from e
         if direct:
-            size = array.array("i", [0])
-            fcntl.ioctl(self._fd, _BLKSSZGET, size)
-            self.block_size = size[0]
+            (self.block_size,) = struct.unpack("i", fcntl.ioctl(self._fd, _BLKSSZGET, bytes(4)))
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
         self._regions: list[_Region] = []
         self._queues: dict[int, _Queue] = {}  # by the address of the submission queue

@@ -70,12 +70,12 @@ class Commands:
     def read(self, ranges: Sequence[tuple[int, int]]) -> list[Completion]:
         """Reads ranges of blocks, at most one per slot, and checks the bytes of those that succeeded."""
         bounces = {}
+        slots = self.pool.data.tensor.numpy().reshape(self.pool.slots, -1)
         for lba, blocks in ranges:
             bounce = self.pool.take()
             assert bounce is not None
             bounces[lba, blocks] = bounce
-            assert bounce.memory is not None
-            bounce.memory.numpy()[:] = 0xA5
+            slots[self.pool.slot(bounce.address)] = 0xA5
             self.queue.read((lba, blocks), lba, blocks, bounce.address)
         done: list[Completion] = []
         while len(done) < len(bounces):
@@ -83,10 +83,8 @@ class Commands:
         with self.image.open("rb") as f:
             for completion in done:
                 lba, blocks = completion.tag
-                memory = bounces[lba, blocks].memory
-                assert memory is not None
                 expected = os.pread(f.fileno(), blocks * BLOCK, lba * BLOCK)
-                whole = memory.numpy().tobytes()
+                whole = slots[self.pool.slot(bounces[lba, blocks].address)].tobytes()
                 if not completion.status:
                     assert whole[: len(expected)] == expected, (lba, blocks)
                     assert not whole[len(expected) :].strip(b"\xa5")

@@ -1,0 +1,247 @@
+"""Pieces of programs as functions of TorchScript, whose interpreter runs them without Python's lock.
+
+A piece is a run of steps of one transform that depend on one another, such as all that is done to one crop. Pieces that
+differ only in their numbers have one form, and one function, which is built when a form is met first: that takes some
+20 times as long as running it. :mod:`.emission` cuts programs into pieces, and :mod:`.replay` runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from monai_gds import limits
+from monai_gds.programs.program import TARGET, Piece, Step, op_of
+
+_C = torch._C
+
+#: Takes the tensors and numbers of a piece. Gives what it makes: nothing, a tensor, or a tuple of them.
+Function: TypeAlias = Callable[..., Any]
+
+#: A piece with fewer steps takes no longer in Python.
+_LEAST_STEPS = 4
+
+#: In TorchScript these are numbers.
+_MEMORY_FORMATS = {
+    torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.channels_last_3d: 3,
+}  # fmt: skip
+
+#: What an argument is: ``"tensor"``, ``"tensors"`` (a list of them or None), ``"int"``, ``"float"``, ``"ints"`` or
+#: ``"floats"`` (a number or some, given at each call), or a ``"constant"``; and which one.
+_Argument: TypeAlias = tuple[str, Any]
+
+
+class _Traced(NamedTuple):
+    """Steps without their numbers, and with their tensors counted in the order in which they come up."""
+
+    steps: list[tuple[str, list[tuple[int | str, _Argument]], list[int | None]]]
+    places: dict[int, int]  # of the program's values
+    given: list[int]  # those that come from elsewhere
+    numbers: list[Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cutting, where programs are made
+
+
+def cut(steps: Sequence[Step], names: Sequence[str], owners: Sequence[int], kept: set[int]) -> list[Piece]:
+    """Divides the steps of a program into pieces.
+
+    Args:
+        steps: all of them.
+        names: the names of the operations.
+        owners: which transform each step belongs to.
+        kept: the values that are needed after the last step.
+    """
+    last = {number: i for i, step in enumerate(steps) for _, _, number in step.tensors}
+    last.update(dict.fromkeys(kept, len(steps)))
+    pieces: list[Piece] = []
+    short: list[Step] = []
+    for begin, end in _runs(steps, owners):
+        if end - begin < _LEAST_STEPS:
+            short += steps[begin:end]
+            continue
+        if short:
+            pieces.append(Piece(pickle.dumps(short, 5)))
+            short = []
+        pieces.append(_piece(steps[begin:end], names, {number for number, i in last.items() if i >= end}))
+    return [*pieces, Piece(pickle.dumps(short, 5))] if short else pieces
+
+
+def _runs(steps: Sequence[Step], owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where runs of steps of one transform begin and end that are connected by the values they make."""
+    group = list(range(len(steps)))
+
+    def first(i: int) -> int:
+        while group[i] != i:
+            group[i] = i = group[group[i]]
+        return i
+
+    made: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        for _, _, number in step.tensors:
+            if number in made and owners[made[number]] == owners[i]:
+                group[first(i)] = first(made[number])
+        made.update((out, i) for out in step.outs if out is not None)
+    for _, run in groupby(range(len(steps)), first):
+        found = list(run)
+        yield found[0], found[-1] + 1
+
+
+def _piece(steps: Sequence[Step], names: Sequence[str], later: set[int]) -> Piece:
+    traced = _traced(steps, names)
+    made = {out for step in steps for out in step.outs}
+    results = tuple(number for number in traced.places if number in made and number in later)
+    form = repr((traced.steps, [traced.places[number] for number in results])).encode()
+    dead = {number for step in steps for number in step.dead}
+    return Piece(
+        pickle.dumps(steps, 5), hashlib.blake2b(form, digest_size=12).digest(), tuple(traced.given),
+        tuple(traced.numbers), results, tuple(dead.intersection(traced.given)),
+    )  # fmt: skip
+
+
+def _traced(steps: Sequence[Step], names: Sequence[str]) -> _Traced:
+    traced = _Traced([], {}, [], [])
+    for step in steps:
+        tensors: dict[int | str, dict[int, int]] = {}
+        for where, inner, number in step.tensors:
+            if number not in traced.places:
+                traced.given.append(number)
+            tensors.setdefault(where, {})[inner] = traced.places.setdefault(number, len(traced.places))
+        arguments: list[tuple[int | str, _Argument]] = []
+        named: list[tuple[int | str, Any]] = [*enumerate(step.args), *sorted((step.kwargs or {}).items())]
+        for where, value in named:
+            arguments.append((where, _argument(value, tensors.get(where, {}), traced.numbers)))
+        outs = [None if out is None else traced.places.setdefault(out, len(traced.places)) for out in step.outs]
+        traced.steps.append((names[step.op], arguments, outs))
+    return traced
+
+
+def _argument(value: Any, tensors: dict[int, int], numbers: list[Any]) -> _Argument:
+    """What an argument is. Numbers are added to those given."""
+    if -1 in tensors:
+        return "tensor", tensors[-1]
+    if tensors:
+        others = [part for i, part in enumerate(value) if i not in tensors and part is not None]
+        return ("constant", value) if others else ("tensors", [tensors.get(i) for i in range(len(value))])
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    kinds = {float if isinstance(part, float) else type(part) for part in parts}
+    if kinds not in ({int}, {float}):
+        return "constant", value
+    (kind,) = kinds
+    numbers.append(kind(value) if parts[0] is value else [kind(part) for part in parts])
+    return kind.__name__ + "s" * (parts[0] is not value), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Building, where programs are replayed
+
+
+class Functions:
+    """The functions for programs that are replayed on a device. Those that fail once are not used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of: dict[bytes, Function | None] = {}
+
+    def ready(self, pieces: Sequence[Piece]) -> dict[bytes, Function]:
+        """Those for some pieces, by form, as far as there are any."""
+        found = ((piece.form, self._of.get(piece.form)) for piece in pieces)
+        return {form: function for form, function in found if function is not None}
+
+    def built(self, pieces: Sequence[Piece], names: Sequence[str]) -> dict[bytes, Function]:
+        """Builds functions for the forms that were not met before, by form. They are not used until :meth:`keep`."""
+        made: dict[bytes, Function] = {}
+        for piece in pieces:
+            if piece.form and piece.form not in self._of and len(self._of) < limits.SCRIPTED_FORMS:
+                self._of[piece.form] = None
+                try:
+                    made[piece.form] = _built(piece, names, self._device)
+                except (RuntimeError, ValueError, TypeError):  # something that TorchScript lacks
+                    continue
+        return made
+
+    def keep(self, made: dict[bytes, Function]) -> None:
+        """Uses functions from now on."""
+        self._of.update(made)
+
+
+@cache
+def functions_for(device: torch.device) -> Functions:
+    """The process's functions for a device."""
+    return Functions(device)
+
+
+def _built(piece: Piece, names: Sequence[str], device: torch.device) -> Function:
+    """The function of a piece's form. Raises RuntimeError, ValueError or TypeError if TorchScript cannot run it."""
+    steps: list[Step] = pickle.loads(piece.steps)
+    traced = _traced(steps, names)
+    graph, tensor = _C.Graph(), _C.TensorType.get()
+    values: dict[int | None, Any] = {}
+    for number in piece.tensors:
+        values[traced.places[number]] = graph.addInput()
+        values[traced.places[number]].setType(tensor)
+    for name, arguments, outs in traced.steps:
+        schema = op_of(name)._schema
+        given = dict(arguments)
+        inputs = []
+        for i, about in enumerate(schema.arguments):
+            argument = given.pop(i, None) or given.pop(about.name, None) or ("constant", about.default_value)
+            inputs.append(_input(graph, argument, str(about.type), values, device))
+        if given:
+            raise ValueError(f"{name} has no {sorted(map(str, given))}")
+        node = graph.create(name.rpartition(".")[0], inputs, len(schema.returns))
+        graph.insertNode(node)
+        kinds = [str(one.type) for one in schema.returns]
+        if kinds == ["List[Tensor]"]:
+            node.output().setType(_C.ListType(tensor))
+            node = graph.create("prim::ListUnpack", [node.output()], len(outs))
+            graph.insertNode(node)
+        elif set(kinds) - {"Tensor"}:
+            raise ValueError(f"{name} gives {kinds}")
+        for out, value in zip(outs, node.outputs(), strict=True):
+            value.setType(tensor)
+            values[out] = value
+    results = [values[traced.places[number]] for number in piece.results]
+    if len(results) > 1:
+        node = graph.create("prim::TupleConstruct", results, 1)
+        graph.insertNode(node)
+        node.output().setType(_C.TupleType([tensor] * len(results)))
+        results = [node.output()]
+    for result in results:
+        graph.registerOutput(result)
+    made: Function = _C._create_function_from_graph("piece", graph)
+    return made
+
+
+def _input(graph: Any, argument: _Argument, wanted: str, values: dict[int | None, Any], device: torch.device) -> Any:
+    """An argument in a graph, for a parameter of a type; a number is one of the graph's own inputs."""
+    kind, value = argument
+    if kind == "tensor":
+        return values[value]
+    if kind == "tensors":
+        parts = [graph.insertConstant(None) if part is None else values[part] for part in value]
+        node = graph.create("prim::ListConstruct", parts, 1)
+        graph.insertNode(node)
+        tensor = _C.TensorType.get()
+        node.output().setType(_C.ListType(_C.OptionalType(tensor) if "Optional[Tensor]" in wanted else tensor))
+        return node.output()
+    if kind == "constant":
+        value = device if value == TARGET else _MEMORY_FORMATS.get(value, value) if _is_format(value) else value
+        return graph.insertConstant(list(value) if isinstance(value, tuple) else value)
+    if ("List" in wanted) != kind.endswith("s"):
+        raise ValueError(f"{kind} for {wanted}")
+    number = _C.FloatType.get() if "float" in wanted or kind.startswith("float") else _C.IntType.get()
+    found = graph.addInput()
+    found.setType(_C.ListType(number) if kind.endswith("s") else number)
+    return found
+
+
+def _is_format(value: Any) -> bool:
+    return isinstance(value, torch.memory_format)
