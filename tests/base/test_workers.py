@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,29 @@ def test_closing_half_way_drops_the_rest(work: Callable[[float], float], monkeyp
     assert not closing.is_alive(), "it waits for the work"
     assert isinstance(futures[0].exception(timeout=0), WorkerDied)
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
+
+
+def test_closing_does_not_wait_for_the_rest_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is killed while it sends one."""
+    here, send = os.getpid(), Connection._send  # type: ignore[attr-defined]
+
+    def half(connection: Connection, message: Any, *how: Any) -> None:
+        if os.getpid() == here:
+            send(connection, message, *how)
+        else:
+            os.write(connection.fileno(), message[: len(message) // 2])
+            (tmp_path / "sent").touch()
+            time.sleep(60)
+
+    monkeypatch.setattr(Connection, "_send", half)
+    workers = Workers(process, 1, "fork")
+    future = workers.submit(0)
+    until((tmp_path / "sent").exists)
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert isinstance(future.exception(timeout=0), WorkerDied)
 
 
 def sleep_long(of: str) -> int:
