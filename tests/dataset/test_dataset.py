@@ -1031,7 +1031,7 @@ def test_same_random_numbers_as_persistent_dataset(make: Make, volumes: Any, tmp
         assert epochs(make(pipeline(*random_part()))) == expected
 
 
-@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(("context", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.long)])
 def test_workers_fill_and_read_the_cache(make: Make, volumes: Any, cache_dir: Path, context: str, workers: int) -> None:
     loader = DataLoader(
         make(), batch_size=1, num_workers=workers, multiprocessing_context=context, collate_fn=_only,

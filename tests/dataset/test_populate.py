@@ -445,7 +445,7 @@ from pathlib import Path
 import monai.transforms as mt
 from monai_gds import GDSDataset
 from tests.dataset.test_populate import Make
-data = [{{"n": n, "sleep": 0.1}} for n in range(30)]
+data = [{{"n": n, "sleep": 0.05}} for n in range(20)]
 GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache")!r}, device="cpu").populate(2)
 """
     process = fresh.warm().program("-c", code)
@@ -454,12 +454,12 @@ GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache"
     process.result()
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in processes(log)), "the workers end by themselves")
     done = set(made(log))
-    assert len(done) < 30
-    dataset = make(30, each={"sleep": 0.1})
+    assert len(done) < 20
+    dataset = make(20, each={"sleep": 0.05})
     assert os.listdir(tmp_path / "cache" / ".tmp") == []
     finished = dataset.populate(2)
     assert finished.cached >= len(done) - 2
-    assert finished.cached + finished.computed == 30
+    assert finished.cached + finished.computed == 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------

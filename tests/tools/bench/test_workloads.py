@@ -85,7 +85,7 @@ def test_small_records_keep_their_metadata_on_both_sides() -> None:
     assert nifti["reference"] == "PersistentDataset + meta"
     for report in (plain, nifti):
         assert {OURS, OURS_LOADER, report["reference"]} <= set(rows(report))
-        assert "300 records" in report["title"]
+        assert "80 records" in report["title"]
         assert "batch 256" in report["title"]
 
 
