@@ -21,6 +21,7 @@ from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
 from monai_gds.errors import CacheWarning, WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
+from monai_gds.loader.hand_over import NO_BATCH
 from monai_gds.loader.worker import ItemTask
 from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
@@ -197,13 +198,13 @@ class ReadAhead:
         """Notes, in the consumer's thread, that it took a batch. ``finished`` counts records and bytes up to there."""
         self._taken = finished
 
-    def next_batch(self) -> list[Any] | None:
-        """The items of the next batch, after their random transforms. None after the last."""
+    def next_batch(self) -> Any:
+        """The items of the next batch, a list, after their random transforms; NO_BATCH after the last."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
             self._complete = True
-            return None
+            return NO_BATCH
         items = []
         plain = True
         records, nbytes = self.finished
@@ -215,7 +216,7 @@ class ReadAhead:
                 with self._around.applied():
                     items.append(begun.end())
             except LoopLeft:
-                return None
+                return NO_BATCH
             except Exception as e:
                 if self._skipping is None or isinstance(e, WorkerDied) or is_of_memory(e):
                     upcoming.begun = None  # or the error would hold itself

@@ -256,6 +256,16 @@ def test_without_random_transforms_batches_are_those_of_this_process(make: Make,
     assert_same(list(load(make(), 2, **settings)), expected)
 
 
+def _nothing(items: list[Any]) -> None:
+    """As a loop whose items save their results themselves collates them."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_may_be_none(make: Make, num_workers: int) -> None:
+    batches = list(load(make(), num_workers, batch_size=2, collate_fn=_nothing))
+    assert batches and not any(batches)
+
+
 def test_subsets_concatenations_and_a_collate_fn(make: Make) -> None:
     dataset = ConcatDataset([Subset(make(), [4, 1]), make()])
     loader = load(dataset, 2, batch_size=4, collate_fn=list)
