@@ -13,8 +13,8 @@ the ``posix`` backend.
 
 **What is changed in your process:** KvikIO has one thread by default, which leaves most of the link idle. If
 ``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
-this backend sets it to five eighths of the cores (4 to 16), for the whole process. A number of your own is left alone.
-Nothing else is changed.
+this backend sets it to five eighths of the cores (4 to 16), for the whole process, and the threads stay on the cores of
+the GPU's NUMA node where there are several nodes. A number of your own is left alone. Nothing else is changed.
 """
 
 from __future__ import annotations
