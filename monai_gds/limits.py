@@ -47,6 +47,9 @@ DETOUR_BYTES = 128 << 10
 #: Reads of fewer bytes are left to the kernel's own read-ahead. Larger pieces are announced to the kernel as a whole.
 KERNEL_READ_AHEAD_BYTES = 512 << 10
 
+#: Of the buffers that are written back to back, those of at least this many bytes have a call of their own.
+WRITTEN_ALONE_BYTES = 1 << 20
+
 #: Smaller ranges are read instead of mapped: a mapping costs two system calls and a fault per page.
 MAP_BYTES = 64 << 10
 
@@ -249,6 +252,10 @@ BUDGET_PART_BYTES = 1 << 30
 #: Workers that fill a cache by default, if there are as many cores. Each holds an item and its transforms' results in
 #: memory: 1 to 3 GB for volumes of 512 x 512 x 300.
 POPULATE_WORKERS = 8
+
+#: Items whose source files have at most this many bytes together are first computed without workers. It takes some
+#: 50 ms to load and transform a compressed volume of this size.
+FIRST_HERE_BYTES = 4 << 20
 
 # Programs
 

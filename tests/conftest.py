@@ -38,6 +38,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.disable()  # until everything is imported, or it would go through that again and again
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,6 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keeps the garbage collector off what was imported: many tests collect, and each pass would go through it all."""
     settle()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -260,9 +260,11 @@ def _serve() -> None:
     """Forks a child for each connection that comes through stdin, until that is closed."""
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    gc.disable()  # or it would go through all that was imported again and again
     for name in (*_PRELOAD, *sys.argv[1:]):
         importlib.import_module(name)
     settle()
+    gc.enable()
     wakeup, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)

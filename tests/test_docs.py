@@ -22,6 +22,7 @@ import torch.distributed as dist
 import monai_gds
 from monai_gds.bench.made_up import write_volumes
 from monai_gds.storage import Reads, Storage
+from tests.fresh import warm
 from tests.machines import ROOT
 from tests.tools import load_tool
 
@@ -191,9 +192,8 @@ def run(code: str, folder: Path, **names: Any) -> dict[str, Any]:
 def test_the_first_example_runs_as_pasted_and_prints_a_table(tmp_path: Path) -> None:
     (code,) = examples(ROOT / "README.md")
     assert len(code.strip().splitlines()) <= 16
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = warm().run("-c", code, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()]
     assert [row[:3] for row in rows] == [
         ["epoch 1", "2 computed", "0 read"],

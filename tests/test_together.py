@@ -203,7 +203,7 @@ def test_what_another_finished_just_before_is_not_computed_again(
 def test_a_compute_that_hangs_for_ever_holds_nobody_up(
     tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 0.4)
     monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
     fresh.start(GDSDataset.__getitem__, 2, MAKE_SECONDS="1000")
     fresh.go()
@@ -221,14 +221,14 @@ def test_a_compute_that_hangs_for_ever_holds_nobody_up(
 def test_populate_does_the_others_first_and_then_what_hangs_elsewhere(
     tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(populate, "_PATIENCE_SECONDS", 0.4)
     monkeypatch.setattr(populate, "_PATIENCE_ITEMS", 0)
     fresh.start(GDSDataset.populate, 0, MAKE_SECONDS="1000")
     fresh.go()
     until(lambda: log(tmp_path) == [0])
     began = time.monotonic()
     assert dataset_of(tmp_path, 6).populate(workers) == Populated(cached=0, computed=6)
-    assert time.monotonic() - began > 1
+    assert time.monotonic() - began > 0.4
     assert log(tmp_path)[-1] == 0
     assert sorted(log(tmp_path)) == [0, 0, 1, 2, 3, 4, 5]
 
@@ -237,8 +237,8 @@ def test_populate_does_the_others_first_and_then_what_hangs_elsewhere(
 def test_what_a_holder_leaves_is_computed_by_who_waits(
     tmp_path: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch, end: Any
 ) -> None:
-    monkeypatch.setattr(leases, "STALE_SECONDS", 3.0)
-    environment = {"MAKE_SECONDS": "2", "MAKE_FAILS": "yes"} if end == "fails" else {"MAKE_SECONDS": "1000"}
+    monkeypatch.setattr(leases, "STALE_SECONDS", 1.5)
+    environment = {"MAKE_SECONDS": "1", "MAKE_FAILS": "yes"} if end == "fails" else {"MAKE_SECONDS": "1000"}
     pid = fresh.start(GDSDataset.__getitem__, 0, **environment)
     fresh.go()
     until(lambda: log(tmp_path) == [0])

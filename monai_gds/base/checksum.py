@@ -77,6 +77,17 @@ def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return sums
 
 
+def _last_row_sum(data: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of a row that is cut short. Small tensors have no other."""
+    if data.device.type != "cpu":
+        row = torch.zeros(8 * _COLUMNS, dtype=torch.uint8, device=data.device)
+        row[: data.numel()] = data
+        return _row_sums(row.view(torch.int64))
+    words = np.frombuffer(data.numpy().tobytes() + bytes(-data.numel() % 8), np.int64)
+    weights = _column_weights(data.device).numpy()[: words.size]  # the zeros of the rest add nothing
+    return torch.from_numpy(np.dot(((words >> 32) + words)[None], weights))
+
+
 def checksum(data: torch.Tensor) -> int:
     """The checksum of a 1-D contiguous uint8 tensor on any device, as an unsigned 64-bit integer.
 
@@ -92,7 +103,7 @@ def checksums(several: Sequence[torch.Tensor]) -> list[int]:
     if not several:
         return []
     rows = [_rows(data) for data in several]
-    sums = torch.cat(rows).cpu().numpy()
+    sums = (torch.cat(rows) if len(rows) > 1 else rows[0]).cpu().numpy()
     ends = np.cumsum([len(row) for row in rows]).tolist()
     return [_total(data.numel(), sums[begin:end]) for data, begin, end in zip(several, [0, *ends], ends, strict=False)]
 
@@ -108,7 +119,7 @@ def checksum_of_file(fd: int, nbytes: int) -> int:
 
 
 def _rows(data: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each row; the last row is padded with zeros."""
+    """The weighted sum of each row; the last row is as if padded with zeros."""
     row = 8 * _COLUMNS
     whole = data.numel() - data.numel() % row
     sums = []
@@ -116,10 +127,10 @@ def _rows(data: torch.Tensor) -> torch.Tensor:
         body = data[:whole]
         sums.append(_row_sums((body.clone() if body.data_ptr() % 8 else body).view(torch.int64)))
     if whole < data.numel():
-        tail = torch.zeros(row, dtype=torch.uint8, device=data.device)
-        tail[: data.numel() - whole] = data[whole:]
-        sums.append(_row_sums(tail.view(torch.int64)))
-    return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64, device=data.device)
+        sums.append(_last_row_sum(data[whole:]))
+    if not sums:
+        return torch.empty(0, dtype=torch.int64, device=data.device)
+    return torch.cat(sums) if len(sums) > 1 else sums[0]
 
 
 def _total(nbytes: int, sums: np.ndarray) -> int:

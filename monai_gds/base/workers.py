@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -178,7 +178,9 @@ class Workers(Generic[T]):
         self._executor.shutdown(wait=False, cancel_futures=True)
         if manager is not None:
             _end(processes)
-            manager.join()
+            _end_manager(manager)
+            # Calls that were dropped lead back here, so that work and arguments would be kept until the collector runs.
+            vars(self._executor).update(_pending_work_items={}, _initargs=())
 
     def _kill(self) -> None:
         for process in self._processes():
@@ -228,6 +230,24 @@ def _end(processes: list[BaseProcess]) -> None:
             del left[sentinel]
     for process in left.values():
         process.kill()
+
+
+def _end_manager(manager: Any) -> None:
+    """Waits until the executor's thread has ended, whose processes have.
+
+    One that was killed may have sent a part of a result. The thread waits for the rest, and the pipe has no end: this
+    process, and others that it forked, may write there too. So the rest is sent from here; nobody uses the result.
+    """
+    manager.join(1.0)
+    if not manager.is_alive():
+        return
+    pipe = manager.result_queue._writer.fileno()
+    os.set_blocking(pipe, False)
+    while manager.is_alive():
+        with suppress(BlockingIOError):
+            while True:
+                os.write(pipe, bytes(1 << 16))
+        manager.join(0.001)
 
 
 def _choose(context: str | BaseContext | None) -> tuple[BaseContext | None, str]:

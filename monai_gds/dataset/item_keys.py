@@ -244,10 +244,6 @@ class ItemKeys:
         """A short hash of each column of an item that counts, as its record holds them."""
         return columns_of(self._columns.counting(item, self._columns_read(self.pipeline())[0]))
 
-    def flush(self) -> None:
-        """Saves what was learned about sources, for other processes."""
-        self._make.sources.flush()
-
 
 def _in_keys(key: Key) -> list[str]:
     """The paths of a key that count by themselves; a folder may count for its name only."""

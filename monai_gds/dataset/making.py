@@ -40,6 +40,9 @@ from monai_gds.records.problems import with_advice
 from monai_gds.shared.leases import Lease, Leases, pace, take_turn
 from monai_gds.shared.owner import this_process
 
+#: Items that take fewer seconds are computed without a lease, which takes some 30 system calls.
+_QUICK_SECONDS = 0.005
+
 
 class Misses:
     """Counts the misses of one dataset in one process.
@@ -48,25 +51,27 @@ class Misses:
 
     Attributes:
         of: the dataset and its transforms, for all processes of the run: they do not repeat one another's warnings.
+        quick: whether the last item took so little time that two processes may both compute the next one.
     """
 
-    __slots__ = ("_count", "_why", "of", "repeats")
+    __slots__ = ("_count", "_why", "of", "quick", "repeats")
 
     def __init__(self) -> None:
         self._count = 0
         self._why: list[str] = []  # what differs from the nearest record, while every item misses
         self.of: tuple[Any, ...] = ()
+        self.quick = False
         self.repeats = Repeats()
 
     def hit(self) -> None:
         self._why = []  # not every item is missed
         stages.count("hits")
 
-    def miss(self, cache: CacheDirectory, key: Key, items: int) -> None:
+    def miss(self, cache: CacheDirectory, key: Callable[[], Key], items: int) -> None:
         """Warns once, and why, when all ``items`` have missed though the folder has records of a similar pipeline."""
         self._count += 1
         if self._count == 1:
-            self._why = why_missed(cache, key)
+            self._why = why_missed(cache, key())
         worker = torch.utils.data.get_worker_info()
         if self._why and self._count * (1 if worker is None else worker.num_workers) >= items:
             if Notice("missed", self.of).is_new():
@@ -186,7 +191,9 @@ class ItemMaker(NamedTuple):
                 encoded, storable = encode_item(computed, strict=False), False
         if (bits := self.mantissa_bits) is not None:
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
-        pace.note(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        pace.note(seconds)
+        self.misses.quick = seconds < _QUICK_SECONDS
         stages.count("computed")
         if storable and unsupported != "pass" and (why := self.hidden.look(states, item, computed)):
             storable = False
@@ -219,8 +226,8 @@ class RecordMaker(NamedTuple):
     ) -> Any:
         """The item of a key that has no record, for a loop that goes on with it.
 
-        Waits a while if another process computes it. Otherwise it is computed and saved, unless that fails, of which
-        the user is warned.
+        Waits a while if another process computes it, unless that takes hardly any time. Otherwise it is computed and
+        saved, unless that fails, of which the user is warned.
 
         Args:
             key: the item's key.
@@ -230,13 +237,14 @@ class RecordMaker(NamedTuple):
             unsupported: what happens to an item that a record cannot hold.
             behind: whether the record may be written in the background.
         """
-        cache = self.cache
-        stages.enter("waiting for other processes")
-        lease, found = take_turn(cache.path, key.name, lambda: look(cache, self.keys.now(item), item))
+        cache, lease, found = self.cache, Leases.none(), None
+        if not self.items.misses.quick:
+            stages.enter("waiting for other processes")
+            lease, found = take_turn(cache.path, key.name, lambda: look(cache, self.keys.now(item), item))
         if found is not None:
             return found[0]
         with lease:
-            self.items.misses.miss(cache, self.keys([item])[0], of)
+            self.items.misses.miss(cache, lambda: self.keys([item])[0], of)
             made, key, changed = self.keys.compute(
                 item, partial(self.items.compute, index=index, unsupported=unsupported)
             )
@@ -258,7 +266,6 @@ class RecordMaker(NamedTuple):
             self.cache.publish(key, encoded)
         else:
             self.cache.publish_behind(key, encoded, behind.hand_over())
-        self.keys.flush()
 
     def save(self, item: Any, index: int, *, anyway: bool, convert: bool) -> Saved:
         """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
@@ -279,7 +286,7 @@ class RecordMaker(NamedTuple):
         lease = leases.take(key.name)
         if lease is None and not anyway:
             return Saved("busy")
-        with lease or leases.none(key.name):
+        with lease or leases.none():
             key = self.keys.now(item)
             if self.cache.holds(key.digest, convert):  # the lease's last holder may have just finished
                 return Saved("cached", key.name)

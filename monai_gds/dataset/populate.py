@@ -22,6 +22,7 @@ from monai_gds.dataset.engines import (
     AHEAD,
     Answer,
     Engine,
+    FirstHere,
     Here,
     InWorkers,
     OverExecutor,
@@ -106,7 +107,8 @@ def populate(
 
     Args:
         num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
-            they can be forked; an item that fails in them is tried once more in this process.
+            they can be forked; an item that fails in them is tried once more in this process. Items of small files
+            are computed in this process first, for as long as it takes to start workers.
         progress: shows a bar on rank 0, where there is a terminal or a notebook.
         rank: the rank of this process; default: torch.distributed's if it is initialised, else 0.
         world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
@@ -176,12 +178,15 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
             engine: Engine = _here(session)
             if executor is not None:
                 engine = OverExecutor(session, executor)
-            elif workers := default_workers(len(share)) if num_workers is None else num_workers:
-                engine = InWorkers(session, workers)
+            elif num_workers:
+                engine = InWorkers(session, num_workers)
+            elif num_workers is None and (workers := default_workers(len(share))):
+                # Not in this process where that has other settings.
+                engine = (FirstHere if isinstance(engine, Here) else InWorkers)(session, workers)
             tally = _Tally()
             with closing(engine):
                 _Filling(session, engine, bar, tally).run(share)
-            if tally.failures and num_workers is None and isinstance(engine, InWorkers):
+            if tally.failures and num_workers is None and isinstance(engine, InWorkers | FirstHere):
                 again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
                 tally.failures = []
                 with closing(_here(session)) as here:

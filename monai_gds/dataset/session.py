@@ -466,7 +466,7 @@ class Begun:
         try:
             item, done = self.taken()
             with naming(self._index, self._item):
-                if turn is None:
+                if turn is None and session.own_end:
                     return session.dataset._post_transform(item)
                 return session.runtime.loops.after(session.split(), item, done)
         finally:

@@ -26,13 +26,16 @@ def torch(device: str | None) -> dict[str, Any]:
     import torch
 
     from monai_gds.storage import backend_names, resolve_device
+    from monai_gds.storage.staging import pci_address
 
     found = []
     problem = target = refused = ""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
-            found.append({"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"})
+            pci = pci_address(torch.device("cuda", index))
+            about = {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}", "pci": pci}
+            found.append(about)
     elif torch.version.cuda is not None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -111,6 +111,11 @@ class Observation:
 
         Paths as :func:`~monai_gds.keys.folder_listing.as_folders` gives them.
         """
+        files = {path: state for path, state in list(self._files.items()) if path not in named}
+        folders = {path: state for path, state in list(self._folders.items()) if path not in named}
+        self._counted = {}
+        if not files and not folders:  # most items read what they name and nothing else
+            return []
         real = functools.lru_cache(None)(os.path.realpath)
         known = {state[1:3] for state in map(state_of, named) if state}
         inside = tuple(f"{real(path)}/" for path in {*filter(os.path.isdir, named), *apart, _PACKAGE})
@@ -119,13 +124,13 @@ class Observation:
             place = os.path.join(real(os.path.dirname(path)), os.path.basename(path), "")
             if place.startswith((*_STANDARD_LIBRARY, *inside)) or any(part in place for part in (*_INSTALLED, *_MADE)):
                 return False
-            return path not in named and not (state and state[1:3] in known)
+            return not (state and state[1:3] in known)
 
         def is_output(path: str, state: State) -> bool:
             return path in self.own if state is None else path in self._given and state_of(path) != state
 
-        files = {p: state for p, state in list(self._files.items()) if counts(p, state) and not is_output(p, state)}
-        folders = {path: state for path, state in list(self._folders.items()) if counts(path, state)}
+        files = {p: state for p, state in files.items() if counts(p, state) and not is_output(p, state)}
+        folders = {path: state for path, state in folders.items() if counts(path, state)}
         wrote = {os.path.dirname(path) for path in list(self.own)}
         self._counted = {**files, **{path: state for path, state in folders.items() if path not in wrote}}
         return sorted(as_folders(files, folders, self.own))

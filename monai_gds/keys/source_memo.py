@@ -75,8 +75,11 @@ class SourceMemo:
         if len(own.waiting) >= limits.MEMO_WAITING_ITEMS or time.monotonic() - own.flushed >= _REFRESH_SECONDS:
             self.flush()
 
-    def flush(self) -> None:
-        """Writes the entries that wait. If that fails, they are dropped."""
+    def flush(self, make: bool = True) -> None:
+        """Writes the entries that wait. If that fails, they are dropped.
+
+        Without ``make``, it fails if this process has not written any before, or somebody is removing the folder.
+        """
         own = self._own()
         own.flushed = time.monotonic()
         entries = []
@@ -84,7 +87,7 @@ class SourceMemo:
             while True:
                 entries.append(own.waiting.popleft())
         if self._notes is not None:
-            self._notes.append(entries)
+            self._notes.append(entries, make)
 
     def tidy(self) -> None:
         """Merges the files of ended processes if there are many."""

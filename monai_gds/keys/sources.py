@@ -108,7 +108,7 @@ class Sources:
         # Of folders that were read: the states of the folders in them, and their identities.
         self._trees: dict[str, tuple[dict[str, bytes], Identity]] = {}
         self._warned: set[str] = set()
-        weakref.finalize(self, self._memo.flush)  # also when the process ends
+        weakref.finalize(self, self._memo.flush, make=False)  # also when the process ends
 
     def identity(self, path: str, folders: bool = True) -> Identity | None:
         """The identity of the source at a path, absolute or relative to the working directory.

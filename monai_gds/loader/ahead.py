@@ -21,6 +21,7 @@ from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
 from monai_gds.errors import CacheWarning, WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
+from monai_gds.loader.hand_over import NO_BATCH
 from monai_gds.loader.worker import ItemTask
 from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split
@@ -189,6 +190,7 @@ class ReadAhead:
         # needed: each is written by one thread.
         self._records = self._nbytes = 0
         self.finished = self._taken = 0, 0
+        self._filled: tuple[Any, ...] = ()  # the counts with which no more could be begun
         self.plain = False
         self._last = 0  # size of the last record that has one
 
@@ -196,13 +198,13 @@ class ReadAhead:
         """Notes, in the consumer's thread, that it took a batch. ``finished`` counts records and bytes up to there."""
         self._taken = finished
 
-    def next_batch(self) -> list[Any] | None:
-        """The items of the next batch, after their random transforms. None after the last."""
+    def next_batch(self) -> Any:
+        """The items of the next batch, a list, after their random transforms; NO_BATCH after the last."""
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
             self._complete = True
-            return None
+            return NO_BATCH
         items = []
         plain = True
         records, nbytes = self.finished
@@ -214,9 +216,10 @@ class ReadAhead:
                 with self._around.applied():
                     items.append(begun.end())
             except LoopLeft:
-                return None
+                return NO_BATCH
             except Exception as e:
                 if self._skipping is None or isinstance(e, WorkerDied) or is_of_memory(e):
+                    upcoming.begun = None  # or the error would hold itself
                     raise
                 place = self._skipping.instead((upcoming.dataset, upcoming.index), upcoming.seed, e)
                 self._restart(upcoming, place)
@@ -227,7 +230,8 @@ class ReadAhead:
             self._count(0, begun.nbytes, upcoming)
             nbytes += upcoming.nbytes
             del begun  # its item alone keeps the memory
-            self._count_drawn()
+            if self._unsized:
+                self._count_drawn()
         self.finished, self.plain = (records + len(items), nbytes), plain
         return items
 
@@ -280,12 +284,7 @@ class ReadAhead:
     def _arrived(self) -> Begun | Programmed:
         """The next item of the current batch, up to its random transforms. Waits for its worker, if one draws it."""
         if self._programs is None:
-            while (room := self._room()) >= (least := self._least_room()):
-                while len(self._waiting) < least and self._draw():
-                    pass
-                if not self._waiting:
-                    break
-                self._begin(min(room, len(self._waiting)))
+            self._fill()
         else:
             while len(self._waiting) < self._programs.window and self._draw():
                 pass
@@ -299,10 +298,24 @@ class ReadAhead:
             self._begin(1)
         begun = upcoming.begun
         if isinstance(begun, Exception):
-            raise begun
+            try:
+                raise begun
+            finally:
+                del begun  # else the error holds this frame, and that the error
         assert begun is not None, "it was begun above"
         begun.arrive()
         return begun
+
+    def _fill(self) -> None:
+        """Begins what there is room for. Most often nothing has changed since the item before."""
+        while (counted := (self._taken, self._records, self._nbytes)) != self._filled:
+            least, room = self._least_room(), self._room()
+            while room >= least > len(self._waiting) and self._draw():
+                pass
+            if room < least or not self._waiting:
+                self._filled = counted
+            else:
+                self._begin(min(room, len(self._waiting)))
 
     def _room(self) -> int:
         """How many more records, each as large as the last one, may be begun; one while no size is known."""
@@ -356,10 +369,11 @@ class ReadAhead:
                 upcoming.begun = begun
                 if isinstance(begun, Exception):
                     self._count(1, 0, upcoming)
-                    continue
-                self._count(1, begun.nbytes, upcoming)
-                if begun.waits:
-                    self._unsized.append(upcoming)
+                else:
+                    self._count(1, begun.nbytes, upcoming)
+                    if begun.waits:
+                        self._unsized.append(upcoming)
+                del begun  # an error holds the frames that called what raised it
 
     def _all_begun(self, dataset: GDSDataset, items: Sequence[_Upcoming]) -> Sequence[Begun | Programmed | Exception]:
         if self._programs is None:

@@ -196,7 +196,7 @@ class Crew:
         enter("waiting for workers")
         while True:
             if not running.answer.done():
-                running.answer.add_done_callback(self.news.put)
+                running.answer.add_done_callback(partial(_tell, self.news))
                 while not running.answer.done():
                     if self.news.get() is None:
                         return None
@@ -209,6 +209,10 @@ class Crew:
                     self._replace()
                 self.again(running)
                 continue
+            except Exception:  # whose frames hold the task: it must not hold the error, and is done again if need be
+                running.answer = Future()
+                running.answer.set_result((None, None))
+                raise
             if found is None:  # it was foreseen, taken, and given up with those that were not
                 self.again(running)
                 continue
@@ -243,6 +247,10 @@ class Crew:
         kind = context if isinstance(context, str) else context.get_start_method() if context else "fork"
         work = self._work if kind == "fork" else pickled_work(self._work)
         return Workers(Worker(work), self.order.num_workers, kind)
+
+
+def _tell(news: queue.SimpleQueue[object], answer: object) -> None:
+    news.put(True)  # not the answer: the loader that has the news is in the frames of its error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from monai_gds.errors import BrokenItem
 from monai_gds.loader.ahead import Programs, ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Drawn, numbered, with_seed
-from monai_gds.loader.hand_over import HandOver
+from monai_gds.loader.hand_over import NO_BATCH, HandOver
 from monai_gds.loader.next_epoch import foreseen
 from monai_gds.loader.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.resume import Made, Place, begin_or_go_on, division
@@ -265,7 +265,7 @@ def _produce(
 
     try:
         with hand_over.on_stream(), measured(watch, hand_over.stream):
-            while not hand_over.stopped and (items := ahead.next_batch()) is not None:
+            while not hand_over.stopped and (items := ahead.next_batch()) is not NO_BATCH:
                 enter("collating")
                 batch = assemble(items)
                 del items

@@ -25,6 +25,7 @@ from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import WorkerDied
 from monai_gds.loader.crew import Crew, Drawn, Running
+from monai_gds.loader.hand_over import NO_BATCH
 from monai_gds.loader.shared_memory import Arena, Packed, unpack
 from monai_gds.loader.worker import BatchTask, Broken, Work
 from monai_gds.pipeline.randomness import seed_transforms
@@ -95,14 +96,14 @@ class WorkerBatches:
         """Does nothing, unlike that of ReadAhead: the number of batches bounds what is under way."""
 
     def next_batch(self) -> Any:
-        """The next batch, or its items if some transforms are left to this process; None if there is none."""
+        """The next batch, or its items if some transforms are left to this process; NO_BATCH after the last."""
         while len(self._under_way) < self._crew.order.ahead and self._submit():
             pass
         if not self._under_way:
             if self._error is not None:
                 raise self._error
             self._complete = True
-            return None
+            return NO_BATCH
         drawn, running, arena = self._under_way.popleft()
         while (packed := self._result(drawn, running)) is not None:
             if isinstance(packed, Broken):
@@ -117,7 +118,7 @@ class WorkerBatches:
                 broken, arena = found, None  # which was given back, or is the memory of these items
             drawn = self._mended(drawn, broken)
             running = self._submitted(drawn, arena)
-        return None  # the loop was left
+        return NO_BATCH  # the loop was left
 
     def _result(self, drawn: Drawn, running: Running) -> Packed | Broken | None:
         """What a worker made of a batch; None if the loop was left."""

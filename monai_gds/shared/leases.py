@@ -75,16 +75,16 @@ class Lease:
 
     __slots__ = ("__weakref__", "_handed_over", "_holder", "_mark", "_what")
 
-    def __init__(self, folder: str, digest: str) -> None:
+    def __init__(self, folder: str, digest: str, own: bytes) -> None:
         self._holder = _here()
         self._what = folder, digest
         self._handed_over = False
-        self._mark = mark().encode()  # the content of its file, if it gets one
+        self._mark = own  # the content of its file, if it gets one; empty if it holds nothing
 
     def release(self) -> None:
         """Lets others take the lease. May be called repeatedly and from any thread; a no-op in a forked child."""
         holder = self._holder
-        if holder is not _here.made():
+        if holder is not _here.made() or not self._mark:
             return
         held = holder.held.get(self._what)
         if held is not None and held.mark == self._mark:
@@ -140,7 +140,7 @@ class Leases:
 
         If its file cannot be created, the lease has none.
         """
-        lease = Lease(self._folder, digest)
+        lease = Lease(self._folder, digest, mark().encode())
         if not lease._holder.claim(lease):
             return None
         with lease:
@@ -153,9 +153,10 @@ class Leases:
                 lease.hand_over()
         return lease if lease._handed_over else None
 
-    def none(self, digest: str) -> Lease:
+    @staticmethod
+    def none() -> Lease:
         """A lease that holds nothing, for an item that is computed without one."""
-        return Lease(self._folder, digest)
+        return Lease("", "", b"")
 
     def wait(self, digest: str, limit_s: float) -> bool:
         """Waits at most ``limit_s`` seconds while another holder of a lease lives. Returns whether it is free."""
@@ -222,7 +223,7 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
     end = time.monotonic() + (pace.mean or UNKNOWN_SECONDS)
     while True:
         lease = leases.take(digest)
-        with lease or leases.none(digest) as mine:
+        with lease or leases.none() as mine:
             found = look()  # the previous holder may have just finished
             if lease is not None and found is None:
                 mine.hand_over()
@@ -230,7 +231,7 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
             return mine, found
         remaining = end - time.monotonic()
         if remaining <= 0:
-            return leases.none(digest), None
+            return leases.none(), None
         leases.wait(digest, remaining)
 
 

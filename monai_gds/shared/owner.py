@@ -103,14 +103,17 @@ def still_runs(name: str) -> bool | None:
     return start == started
 
 
-def _place() -> str:
-    """Where pids are unique: this boot of this machine, this pid namespace."""
+def _found_place() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read(8)
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return _UNKNOWN
+
+
+#: Returns where pids are unique: this boot of this machine, this pid namespace.
+_place: PerProcess[str] = PerProcess(_found_place)
 
 
 def _started(pid: int | str) -> str | None:

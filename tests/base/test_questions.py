@@ -6,8 +6,6 @@ import gc
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from monai_gds.base.questions import Answers, ask
-from tests.machines import ROOT
+from tests.fresh import warm
 
 
 def _half(question: int) -> tuple[int, int]:
@@ -100,11 +98,11 @@ def test_the_folder_of_temporary_files_may_have_a_long_name(tmp_path: Path) -> N
         "from tests.base.test_questions import Answers, _by, _half\n"
         "if __name__ == '__main__':\n"
         "    answers = Answers(_half)\n"
-        "    assert _by('spawn', answers.address, [4]) == [(2, os.getpid())]\n"
+        "    assert _by('fork', answers.address, [4]) == [(2, os.getpid())]\n"
     )
     (tmp_path / "asks.py").write_text(code)
-    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, tmp_path / "asks.py"], env=environment, check=True)
+    done = warm().run(tmp_path / "asks.py", env={**os.environ, "TMPDIR": str(folder)}, whole=True)
+    assert done.returncode == 0, done.stderr
     assert not list(folder.iterdir())
 
 

@@ -12,7 +12,9 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,7 @@ def gone(pid: int, within: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", [None, *CONTEXTS])
 def test_runs_in_other_processes(context: str | None) -> None:
     with Workers(process, 2, context) as workers:
         pids = {workers.submit(i).result() for i in range(8)}
@@ -133,30 +135,11 @@ def test_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch, co
         assert (parent == os.getpid()) == (context != "forkserver")
 
 
-ONE_IMPORT = """
+JOBS = """
 import os
-open(f"{__name__}-{os.getpid()}", "w").close()
-def work(n): return os.getpid()
+open(f"imported-{{os.getpid()}}", "w").close()
+def where(n): return {where!r}
 """
-
-OF_THREE = """
-import torch
-from monai_gds.base.workers import Workers
-from imported import work
-torch.cuda.is_initialized = lambda: True
-if __name__ == "__main__":
-    with Workers(work, 3) as workers:
-        print(workers.submit(0).result())
-"""
-
-
-def test_the_fork_server_imports_once_for_all_workers(tmp_path: Path) -> None:
-    (tmp_path / "imported.py").write_text(ONE_IMPORT)
-    (tmp_path / "script.py").write_text(OF_THREE)
-    done = warm().run("script.py", cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
-    pids = {path.name.partition("-")[2] for path in tmp_path.glob("imported-*")}
-    assert len(pids) == 2 and done.stdout.strip() not in pids, done.stderr  # the script and the server
-
 
 OF_A_PATH = """
 import os, sys
@@ -167,21 +150,22 @@ from jobs import where
 torch.cuda.is_initialized = lambda: True
 if __name__ == "__main__":
     before = dict(os.environ)
-    with Workers(where, 1) as workers:
+    with Workers(where, 3) as workers:
         print(where(0), workers.submit(0).result(), os.environ == before)
 """
 
 
-def test_the_fork_server_imports_what_the_script_would(tmp_path: Path) -> None:
-    """Not another module of the name, in the current folder or on Python's own path."""
+def test_the_fork_server_imports_once_what_the_script_would(tmp_path: Path) -> None:
+    """Not another module of the name, in the current folder or on Python's own path; and for all workers."""
     for folder in (".", "added", "scripts", "installed"):
         (tmp_path / folder).mkdir(exist_ok=True)
         if folder != "scripts":
-            (tmp_path / folder / "jobs.py").write_text(f"def where(n): return {folder!r}")
+            (tmp_path / folder / "jobs.py").write_text(JOBS.format(where=folder))
     (tmp_path / "scripts/script.py").write_text(OF_A_PATH)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'installed'}"}
     done = warm().run("scripts/script.py", cwd=tmp_path, env=env)
     assert done.stdout == "added added True\n", done.stderr
+    assert len(list(tmp_path.glob("imported-*"))) == 2, "by the script and the server"
 
 
 AT_ONCE = """
@@ -197,7 +181,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", CONTEXTS[1:])
 def test_all_workers_start_at_once(tmp_path: Path, context: str) -> None:
     """Each waits in its imports for the other."""
     (tmp_path / "script.py").write_text(AT_ONCE)
@@ -302,6 +286,28 @@ def test_where_no_more_processes_can_be_started_none_stays(monkeypatch: pytest.M
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4  # Python's own: its pipes to the process that was not
 
 
+class Sleeps:
+    """Work that is not done by itself."""
+
+    def __call__(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def test_what_closed_workers_ran_is_freed() -> None:
+    """Also where the collector does not run, and calls were dropped."""
+    work = Sleeps()
+    workers, kept = Workers(work, 1, "fork"), weakref.ref(work)
+    gc.collect()
+    gc.disable()
+    try:
+        with workers:
+            workers.submit(100)
+        del work, workers
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 WHILE_FORKING = """
 import multiprocessing, os, signal
 from monai_gds.base.workers import Workers
@@ -346,6 +352,29 @@ def test_closing_half_way_drops_the_rest(work: Callable[[float], float], monkeyp
     assert not closing.is_alive(), "it waits for the work"
     assert isinstance(futures[0].exception(timeout=0), WorkerDied)
     assert isinstance(futures[-1].exception(timeout=0), WorkerDied)
+
+
+def test_closing_does_not_wait_for_the_rest_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is killed while it sends one."""
+    here, send = os.getpid(), Connection._send  # type: ignore[attr-defined]
+
+    def half(connection: Connection, message: Any, *how: Any) -> None:
+        if os.getpid() == here:
+            send(connection, message, *how)
+        else:
+            os.write(connection.fileno(), message[: len(message) // 2])
+            (tmp_path / "sent").touch()
+            time.sleep(60)
+
+    monkeypatch.setattr(Connection, "_send", half)
+    workers = Workers(process, 1, "fork")
+    future = workers.submit(0)
+    until((tmp_path / "sent").exists)
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert isinstance(future.exception(timeout=0), WorkerDied)
 
 
 def sleep_long(of: str) -> int:

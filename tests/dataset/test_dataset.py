@@ -8,6 +8,7 @@ import functools
 import gc
 import io
 import json
+import math
 import operator
 import os
 import pickle
@@ -50,6 +51,7 @@ from monai_gds import (
     PopulateError,
     UnsupportedType,
 )
+from monai_gds.dataset import making
 from monai_gds.folder import budget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.maintenance import survey
@@ -1029,7 +1031,7 @@ def test_same_random_numbers_as_persistent_dataset(make: Make, volumes: Any, tmp
         assert epochs(make(pipeline(*random_part()))) == expected
 
 
-@pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(("context", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.long)])
 def test_workers_fill_and_read_the_cache(make: Make, volumes: Any, cache_dir: Path, context: str, workers: int) -> None:
     loader = DataLoader(
         make(), batch_size=1, num_workers=workers, multiprocessing_context=context, collate_fn=_only,
@@ -1196,6 +1198,33 @@ def test_the_end_of_a_dataset_makes_nothing_in_a_folder_that_is_being_removed(ma
     del dataset
     gc.collect()
     assert not (cache_dir / ".index").exists()
+
+
+class Leases(mt.Transform):
+    """Keeps how many items other processes see as being computed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = str(folder / ".tmp"), list[int]()
+
+    def __cache_key__(self) -> str:
+        return "leases"
+
+    def __call__(self, data: Any) -> Any:
+        self.seen.append(sum(name.endswith(".lease") for name in os.listdir(self.folder)))
+        return data
+
+
+@pytest.mark.parametrize(("quick", "seen"), [(0.0, [1, 1, 1]), (math.inf, [1, 0, 0])])
+def test_quick_items_are_computed_without_telling_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: float, seen: list[int]
+) -> None:
+    """A file for each of them would take longer than they do."""
+    monkeypatch.setattr(making, "_QUICK_SECONDS", quick)
+    look = Leases(tmp_path)
+    dataset = GDSDataset(range(3), mt.Compose([look, lambda i: torch.ones(i)]), tmp_path, device="cpu")
+    for index in range(3):
+        dataset[index]
+    assert look.seen == seen
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from monai.data import MetaTensor
 
-from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied
+from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, limits
 from monai_gds.base import console
+from monai_gds.dataset import engines
 from monai_gds.dataset.populate import Populated
 from monai_gds.folder.maintenance import survey
 from monai_gds.folder.writer import process_writer
@@ -104,6 +105,58 @@ def processes(log: Path) -> set[int]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Filling
+
+
+class MakeOfFile(Make):
+    """As :class:`Make`, of a file named ``<n>.txt``."""
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        return super().__call__({"n": int(Path(data["file"]).stem)})
+
+
+class OnCuda(mt.Transform):
+    """Would do something there."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda")
+
+    def __call__(self, data: Any) -> Any:
+        return data
+
+
+@pytest.fixture
+def of_files(tmp_path: Path, log: Path) -> Callable[..., GDSDataset]:
+    """Makes a dataset over so many files of 3 bytes."""
+
+    def make_dataset(count: int, *transforms: Any) -> GDSDataset:
+        for n in range(count):
+            (tmp_path / f"{n}.txt").write_text("abc")
+        items = [{"file": str(tmp_path / f"{n}.txt")} for n in range(count)]
+        return GDSDataset(items, mt.Compose([MakeOfFile(log), *transforms]), tmp_path / "cache", device="cpu")
+
+    return make_dataset
+
+
+def test_a_few_items_of_small_files_are_computed_without_workers(
+    of_files: Any, log: Path, monkeypatch: pytest.MonkeyPatch, cores: None
+) -> None:
+    """Starting these would take longer."""
+    monkeypatch.setattr(engines, "_START_SECONDS", 1000.0)
+    assert of_files(4).populate() == Populated(0, 4)
+    assert processes(log) == {os.getpid()}
+
+
+@pytest.mark.parametrize("why", ["long", "large", "cuda"])
+def test_workers_compute_the_others(
+    of_files: Any, log: Path, monkeypatch: pytest.MonkeyPatch, cores: None, why: str
+) -> None:
+    """What takes long, beginning with the second item; what may take long; and what may initialise CUDA here."""
+    monkeypatch.setattr(engines, "_START_SECONDS", 0.0001 if why == "long" else 1000.0)
+    if why == "large":
+        monkeypatch.setattr(limits, "FIRST_HERE_BYTES", 2)
+    assert of_files(8, *([OnCuda()] if why == "cuda" else [])).populate() == Populated(0, 8)
+    here = [n for n, pids in made(log).items() if os.getpid() in pids]
+    assert here == ([0] if why == "long" else [])
 
 
 @pytest.fixture
@@ -392,7 +445,7 @@ from pathlib import Path
 import monai.transforms as mt
 from monai_gds import GDSDataset
 from tests.dataset.test_populate import Make
-data = [{{"n": n, "sleep": 0.1}} for n in range(30)]
+data = [{{"n": n, "sleep": 0.05}} for n in range(20)]
 GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache")!r}, device="cpu").populate(2)
 """
     process = fresh.warm().program("-c", code)
@@ -401,12 +454,12 @@ GDSDataset(data, mt.Compose([Make(Path({str(log)!r}))]), {str(tmp_path / "cache"
     process.result()
     until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in processes(log)), "the workers end by themselves")
     done = set(made(log))
-    assert len(done) < 30
-    dataset = make(30, each={"sleep": 0.1})
+    assert len(done) < 20
+    dataset = make(20, each={"sleep": 0.05})
     assert os.listdir(tmp_path / "cache" / ".tmp") == []
     finished = dataset.populate(2)
     assert finished.cached >= len(done) - 2
-    assert finished.cached + finished.computed == 30
+    assert finished.cached + finished.computed == 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,12 +36,12 @@ def test_each_gets_what_all_returned_however_late() -> None:
         time.sleep(seconds)  # on_ranks has given the collectives of the user's group 1 second
         return Ranks().gather(partial(late, seconds, {"slept": seconds}))
 
-    works = [partial(come_and_work_late, seconds) for seconds in (0, 1.5, 0)]
-    assert on_ranks(*works) == [[{"slept": 0}, {"slept": 1.5}, {"slept": 0}]] * 3
+    works = [partial(come_and_work_late, seconds) for seconds in (0, 1.2, 0)]
+    assert on_ranks(*works) == [[{"slept": 0}, {"slept": 1.2}, {"slept": 0}]] * 3
 
 
 def stop(how: Callable[[], Any]) -> Any:
-    return Ranks().gather(lambda: late(0.5) or how())
+    return Ranks().gather(lambda: late(0.2) or how())
 
 
 def test_what_one_raises_all_raise_when_they_are_done() -> None:

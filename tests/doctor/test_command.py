@@ -32,26 +32,21 @@ def as_json(result: Done) -> dict[str, Any]:
     return told
 
 
-def test_json_is_all_that_is_printed_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    done = warm().run("-m", "monai_gds", "doctor", tmp_path, "--json", "--device", "cpu")
-    told = json.loads(done.stdout)
+def test_json_is_all_that_is_printed_and_measuring_leaves_nothing_behind(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 200 << 20) as small:
+        done = warm().run("-m", "monai_gds", "doctor", small, "--json", "--measure", "--device", "cpu")
+        left = list(small.iterdir())
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.stderr, left) == ("", [])
+    told = json.loads(done.stdout)
     assert set(told) == {"monai_gds", "directory", "device", "works", "default", "findings"}
-    assert (told["directory"], told["device"], told["works"], told["default"]) == (str(tmp_path), "cpu", True, "posix")
-    known = "gpu torch directory nvidia-fs p2pdma udev cufile io_uring libxnvme blocks dali container default"
+    assert (told["directory"], told["device"], told["works"], told["default"]) == (str(small), "cpu", True, "posix")
+    known = "gpu torch cores directory nvidia-fs p2pdma udev cufile io_uring libxnvme blocks dali container default"
     known += " posix kvikio xnvme xnvme-block xnvme-bam deepnvme deepnvme-gds"
     assert set(told["findings"]) >= set(known.split())
     assert told["findings"]["posix"]["status"] == "ok"
     assert told["findings"]["torch"]["details"]["version"] == str(torch.__version__)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_measure_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with mounted_tmpfs(tmp_path / "small", 200 << 20) as small:
-        result = doctor(small, "--measure", "--json", "--device", "cpu")
-        speed = as_json(result)["findings"]["speed"]
-        assert list(small.iterdir()) == []
+    speed = told["findings"]["speed"]
     assert speed["details"]["bytes"] <= 20 << 20
     assert speed["details"]["write"] > 0
     assert speed["details"]["warm"] > 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
 from monai_gds.errors import BrokenItem, WorkerDied
+from tests.polls import until
 
 Make = Callable[..., GDSDataset]
 
@@ -222,6 +226,26 @@ def test_what_cannot_skip_is_refused() -> None:
         GDSDataLoader(Dataset([1]), on_error="skip")
     with pytest.raises(ValueError, match="on_error='ignore': use one of 'raise', 'skip'"):
         GDSDataLoader(Dataset([1]), on_error="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::monai_gds.CacheWarning")  # of what was skipped
+@pytest.mark.parametrize("programs", ["off", "check"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_error_keeps_no_loader_in_memory(make: Make, programs: str, on_error: str) -> None:
+    """Also where the collector does not run."""
+    dataset = make()
+    loader = GDSDataLoader(dataset, 2, batch_size=4, programs=programs, on_error=on_error)  # type: ignore[arg-type]
+    kept: list[weakref.ref[Any]] = [weakref.ref(loader), weakref.ref(dataset)]
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(RuntimeError):
+            for _ in loader:
+                pass
+        del loader, dataset
+        until(lambda: not any(one() for one in kept), "they are kept", 20)
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

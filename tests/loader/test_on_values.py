@@ -256,6 +256,15 @@ def test_without_random_transforms_batches_are_those_of_this_process(make: Make,
     assert_same(list(load(make(), 2, **settings)), expected)
 
 
+def _nothing(items: list[Any]) -> None:
+    """As a loop whose items save their results themselves collates them."""
+
+
+def test_batches_may_be_none(make: Make) -> None:
+    batches = list(load(make(), 2, batch_size=2, collate_fn=_nothing))
+    assert batches and not any(batches)
+
+
 def test_subsets_concatenations_and_a_collate_fn(make: Make) -> None:
     dataset = ConcatDataset([Subset(make(), [4, 1]), make()])
     loader = load(dataset, 2, batch_size=4, collate_fn=list)
@@ -658,7 +667,10 @@ def test_spawned_workers_give_the_same(make: Make) -> None:
     assert_same(values("spawn"), values("fork"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"multiprocessing_context": "forkserver"}, {"programs": "check"}], ids=str)
+BY_FORK_SERVER = pytest.param({"multiprocessing_context": "forkserver"}, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("settings", [{}, BY_FORK_SERVER, {"programs": "check"}], ids=str)
 def test_a_run_warns_once_that_its_budget_is_used_up(tmp_path: Path, settings: dict[str, str]) -> None:
     (tmp_path / "training.py").write_text(f"""
 import monai.transforms as mt, torch, warnings
@@ -783,10 +795,10 @@ def test_workers_of_a_cuda_target_load_to_the_cpu(tmp_path: Path) -> None:
 def test_a_child_keeps_the_batch_that_it_was_forked_with(make: Make) -> None:
     """As a process that writes a batch into a file while training goes on."""
     forked = []
-    for n, batch in enumerate(load(make(data=range(20)), 1, batch_size=1)):
+    for n, batch in enumerate(load(make(data=range(12)), 1, batch_size=1)):
         expected = Volume()(n)["image"].numpy().tobytes()
         if n < 2 and not (pid := os.fork()):
-            time.sleep(1.0)
+            time.sleep(0.5)
             os._exit(batch["image"].numpy().tobytes() != expected)
         if n < 2:
             forked.append(pid)

@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler
 from monai_gds import GDSDataLoader, GDSDataset, rank_states
 from tests.fresh import Interpreter
 from tests.loader.test_programs import KEYS, Volume, crops
+from tests.loader.test_resume import seen_by_lightning
 
 RANKS = 2
 
@@ -40,7 +41,7 @@ def batches(rank: int, folder: Path, kind: str, together: bool) -> list[tuple[li
         model = DistributedDataParallel(model)
     dataset = GDSDataset(list(range(6)), mt.Compose([Volume(), *crops()[1:]]), folder / "cache", device=str(device))
     sampler: Any = DistributedSampler(dataset, RANKS, rank)
-    loader = GDSDataLoader(dataset, 2, batch_size=2, sampler=sampler, programs="check")
+    loader = GDSDataLoader(dataset, 1, batch_size=2, sampler=sampler, programs="check")
     found = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -91,41 +92,26 @@ def seen(batch: Any) -> tuple[list[int], list[float]]:
     return batch["n"].tolist(), batch["drawn"].tolist()
 
 
+def and_drawn(batch: Any) -> tuple[list[int], list[float], float]:
+    """The batch, and a number that its training draws."""
+    return *seen(batch), float(torch.rand(()))
+
+
 def fit(rank: int, folder: Path, port: int) -> list[list[Any]]:
     """What a rank of Lightning's DDP sees in two epochs, and what it sees from their third step on, continued.
 
     Without workers, and then with one.
     """
-    import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    class Seen(lightning.LightningModule):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-            self.seen: list[Any] = []
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            self.seen.append((*seen(batch), float(torch.rand(()))))
-            return self.weight.square()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
     found = []
     for num_workers, continues in product((0, 1), (False, True)):
         seed, path = (50, folder / f"{num_workers}/step=2.ckpt") if continues else (3, None)
-        model = Seen()
-        steps = ModelCheckpoint(folder / str(num_workers), "{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = lightning.Trainer(
-            max_epochs=2, accelerator="cpu", devices=RANKS, strategy="ddp", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[rank_states(), steps],
-        )  # fmt: skip
-        trainer.fit(model, seeded(folder / "cache", rank, num_workers, seed), ckpt_path=path, weights_only=True)
-        found.append(model.seen)
+        given = {"train_dataloaders": seeded(folder / "cache", rank, num_workers, seed), "ckpt_path": path}
+        settings = {"max_epochs": 2, "devices": RANKS, "strategy": "ddp"}
+        shown, trainer = seen_by_lightning(and_drawn, folder / str(num_workers), given, rank_states(), **settings)
+        found.append(shown)
         trainer.strategy.teardown()
-    del model, trainer
+    del trainer
     dist.barrier()
     dist.destroy_process_group()
     return found

@@ -364,6 +364,7 @@ def test_a_loop_that_could_not_begin_does_not_lose_its_place(folder: Path) -> No
     with pytest.raises(ValueError, match="collate_fn"):
         next(iter(again))
     again.collate_fn = list
+    again.multiprocessing_context = "fork"  # which starts at once
     assert len(list(again)) == COUNT - 2
 
 
@@ -399,9 +400,11 @@ def test_a_dataset_without_transforms() -> None:
     assert_same(list(again), expected[2:])
 
 
-@pytest.mark.filterwarnings("ignore::Warning:lightning")
-def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning", reason="this machine has no Lightning")
+def seen_by_lightning(
+    shown: Callable[[Any], Any], checkpoints: Path, given: dict[str, Any], *callbacks: Any, **settings: Any
+) -> tuple[list[Any], Any]:
+    """What its training shows of its batches, and its trainer, which saves a checkpoint after each step."""
+    import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     class Seen(lightning.LightningModule):  # type: ignore[misc,name-defined]
@@ -411,7 +414,7 @@ def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
             self.seen: list[Any] = []
 
         def training_step(self, batch: Any, index: int) -> Any:
-            self.seen.append([(item["number"], item["normal"]) for item in batch])
+            self.seen.append(shown(batch))
             return self.weight.square()
 
         def validation_step(self, batch: Any, index: int) -> None:
@@ -420,23 +423,28 @@ def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    model = Seen()
+    steps = ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*callbacks, steps], **settings,
+    )  # fmt: skip
+    trainer.fit(model, weights_only=True, **given)
+    return model.seen, trainer
+
+
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
+def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="this machine has no Lightning")
+
+    def shown(batch: Any) -> Any:
+        return [(item["number"], item["normal"]) for item in batch]
+
     def fit(settings: str, seed: int, validates: bool, **given: Any) -> list[Any]:
         if validates:
             given["val_dataloaders"] = loader(dataset(folder), SETTINGS["shuffled"], seed)
-        model = Seen()
-        checkpoint = ModelCheckpoint(
-            tmp_path / f"{settings} {seed}",
-            "{step}",
-            every_n_train_steps=1,
-            save_top_k=-1,
-            enable_version_counter=False,
-        )
-        trainer = lightning.Trainer(
-            max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[checkpoint],
-        )  # fmt: skip
-        trainer.fit(model, loader(dataset(folder), SETTINGS[settings], seed), weights_only=True, **given)
-        return model.seen
+        given["train_dataloaders"] = loader(dataset(folder), SETTINGS[settings], seed)
+        return seen_by_lightning(shown, tmp_path / f"{settings} {seed}", given, max_epochs=3)[0]
 
     for settings, validates in (("shuffled", False), ("its generator", True), ("one of two ranks", False)):
         expected = fit(settings, 3, validates)

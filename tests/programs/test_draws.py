@@ -97,12 +97,18 @@ def assert_equal(expected: Any, got: Any) -> None:
     assert_same(strides(expected), strides(got))
 
 
-def assert_as_monai(expected: Dataset, got: GDSDataset, order: list[int], found: list[Any] | None = None) -> None:
-    """Asserts that items and random states are those of MONAI's dataset, taken in this order."""
-    outs = [expected[i] for i in order]
-    for out, mine in zip(outs, [got[i] for i in order] if found is None else found, strict=True):
+def assert_outcome_is_monais(theirs: Dataset, got: GDSDataset, expected: list[Any], found: list[Any]) -> None:
+    """Asserts that items and the random states that they left are those of MONAI's dataset."""
+    for out, mine in zip(expected, found, strict=True):
         assert_equal(out, mine)
-    assert_same(states(expected), states(got))
+    assert_same(states(theirs), states(got))
+
+
+def assert_as_monai(theirs: Dataset, got: GDSDataset, order: list[int], found: list[Any] | None = None) -> None:
+    """Asserts that, of items taken in this order."""
+    assert_outcome_is_monais(
+        theirs, got, [theirs[i] for i in order], [got[i] for i in order] if found is None else found
+    )
 
 
 def drawn(begun: Begun) -> bool:
@@ -197,16 +203,19 @@ ORDERS = [list(range(COUNT)), [3, 3, 1, 7, 3], [5]]
 def test_items_are_monais(name: str, folder: Path) -> None:
     make = PIPELINES[name]
     for order in ORDERS:
-        assert_as_monai(monais(make), dataset(folder, make), order)
+        theirs = monais(make)
+        expected = [theirs[i] for i in order]
         got = dataset(folder, make)
-        assert_as_monai(monais(make), got, order, got.__getitems__(order))
+        assert_outcome_is_monais(theirs, got, expected, [got[i] for i in order])
+        got = dataset(folder, make)
+        assert_outcome_is_monais(theirs, got, expected, got.__getitems__(order))
         got = dataset(folder, make)
         ahead, found = [], []
         for i in range(len(order)):  # as a loader that reads three items ahead
             while len(ahead) < min(i + 3, len(order)):
                 ahead += got.session.begin([order[len(ahead)]])
             found.append(ahead[i].end())
-        assert_as_monai(monais(make), got, order, found)
+        assert_outcome_is_monais(theirs, got, expected, found)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -517,8 +517,13 @@ def test_a_process_killed_at_any_step_of_taking_a_lease_keeps_nobody_waiting(tmp
 # that it takes for being handled, and every later error of these tests would be shown as raised meanwhile.
 
 
-def test_an_interrupt_at_any_instruction_leaves_nothing_that_hangs_anybody(tmp_path: Path, other: Any) -> None:
-    process, leases = other(), Leases(tmp_path)
+def test_an_interrupt_at_any_instruction_leaves_nothing_that_hangs_anybody(
+    tmp_path: Path, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = 0.1  # after some interrupts the other process waits until the file is
+    monkeypatch.setattr(leases_module, "BEAT_SECONDS", stale / 10)
+    monkeypatch.setattr(leases_module, "STALE_SECONDS", stale)
+    process, leases = other(before=f"module.STALE_SECONDS = {stale}"), Leases(tmp_path)
     process("leases")  # it has started
 
     def take_and_release() -> None:

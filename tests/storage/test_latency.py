@@ -5,6 +5,7 @@ The slow file system counts, so that nothing here depends on how fast this machi
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -19,7 +20,7 @@ from monai_gds.imagenet.files.image_storage import ImageStorage
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.readers import FileReader
 from monai_gds.imagenet.source import open_images
-from monai_gds.storage import Pending, Reads, latency
+from monai_gds.storage import FileId, Pending, Reads, latency
 from monai_gds.storage.latency import SLOW, Latency
 from monai_gds.storage.plain import posix
 from monai_gds.testing.tools import assert_each, content
@@ -28,7 +29,7 @@ from tools.slow_disk import NoSlowDisk, SlowDisk, slow_disk
 #: Long enough that as many opens as may be in flight are, on a machine that has other work.
 DELAY = 0.1
 
-FILES = 4 * limits.SLOW_READS
+FILES = 2 * limits.SLOW_READS
 
 #: Most of the 64 that may be.
 MANY = 0.9 * limits.SLOW_READS
@@ -81,6 +82,21 @@ def test_many_files_of_one_read_are_opened_at_once(
         assert disk.opens <= FILES + 1
         assert storage.is_slow
     assert_each(reads.parts(into), contents(files))
+
+
+def test_whether_a_file_was_replaced_takes_no_request(disk: SlowDisk, files: Sequence[str]) -> None:
+    with closing(open_storage("posix", "cpu")) as storage:
+        if storage.describe()["small_files"] != "io_uring":
+            pytest.skip("this machine's kernel gives no io_uring that chains commands")
+        reads = whole(files)
+        reads.expected = [FileId.of(file) for file in files]
+        disk.set_delay(DELAY)
+        storage.load(reads).wait()  # a file that is read has another time of its last access
+        disk.set_delay(DELAY)
+        assert_each(reads.parts(storage.load(reads).wait()), contents(files))
+        assert disk.asked <= 1, "some files are read one by one, to see how long that takes"
+        os.utime(files[5], ns=(1, 1))
+        assert list(storage.load(reads).errors) == [5]
 
 
 def test_reads_of_one_file_each_are_opened_at_once(disk: SlowDisk, files: Sequence[str]) -> None:
@@ -154,7 +170,7 @@ def test_no_more_records_are_begun_than_were_asked_for(disk: SlowDisk, prefetch:
     disk.set_delay(0)
     cached(disk).populate()
     loader = GDSDataLoader(cached(disk), batch_size=4, prefetch=prefetch, sampler=range(12))
-    disk.set_delay(DELAY)
+    disk.set_delay(DELAY / 5)  # long enough that more would be seen
     assert sum(map(len, loader)) == 12
     assert disk.most_in_flight <= max(2, prefetch)  # one more to a batch that is not complete
 
@@ -163,7 +179,7 @@ def test_where_bytes_are_what_bounds_records_they_are_read_ahead_too(disk: SlowD
     disk.set_delay(0)
     cached(disk).populate()
     loader = GDSDataLoader(cached(disk), prefetch_bytes=400_000, sampler=range(64))  # of some 30 records
-    disk.set_delay(DELAY)
+    disk.set_delay(DELAY / 2)
     assert len(list(loader)) == 64
     assert disk.most_in_flight >= 8
 

@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 
 #: The values of ``--only``, in the order they run: populate forks, so it must precede any use of CUDA.
-_WORKLOADS = ("populate", "volumes", "crops", "tiles", "hits", "small", "augment", "first", "memory", "busy")
+_WORKLOADS = ("populate", "volumes", "loaders", "crops", "tiles", "hits", "small", "augment", "first", "memory", "busy")
 
 #: The default of ``--only``.
 _USUAL = ("volumes", "crops", "hits", "first")
@@ -69,6 +69,9 @@ def dataset(
 
     \b
     volumes   epochs over whole volumes
+    loaders   epochs over whole volumes out of files, as the spleen tutorial
+              prepares them, through a thread, two workers and GDSDataLoader,
+              with metadata and without
     crops     epochs over 4 random crops of 96³ from each volume
     tiles     compressed records of CT, MRI and noise: epochs over whole volumes
               and over 4 random crops of 96³, also as nnU-Net does it
@@ -107,6 +110,7 @@ def _measurements(work: Workload, bars: Progress) -> dict[str, Callable[[], list
     return {
         "populate": lambda: [first_epoch.filling(work, bars)],
         "volumes": lambda: [workloads.epochs(work, None, bars)],
+        "loaders": lambda: [workloads.loaders(work, track_meta, bars) for track_meta in (True, False)],
         "crops": lambda: [workloads.epochs(work, min(96, work.side), bars)],
         "tiles": lambda: tiles.tiles(work, bars),
         "hits": lambda: [workloads.hits(work, nifti, bars) for nifti in (False, True)],

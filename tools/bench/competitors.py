@@ -48,6 +48,7 @@ __all__ = [
     "OURS_ZSTD_LOADER",
     "REFERENCE_WORKERS",
     "WORKERS",
+    "by_loader",
     "chosen",
     "competitors_for",
     "one_by_one",
@@ -194,6 +195,16 @@ def chosen(names: Sequence[str]) -> dict[str, Competitor]:
     found = {name: COMPETITORS[name] for name in names}
     for name in set(names).intersection(_OF_AUGMENTATION):
         found[name] = found[name]._replace(loader=_Staying(found[name].loader))
+    return found
+
+
+def by_loader(persistent: str) -> dict[str, Competitor]:
+    """Ours, CacheDataset and this PersistentDataset, each through MONAI's loaders, and ours through our own."""
+    found = {OURS_LOADER: COMPETITORS[OURS_LOADER]}
+    for name in (OURS, "CacheDataset", persistent):
+        found[f"{name}, ThreadDataLoader"] = COMPETITORS[name]._replace(loader=ThreadDataLoader)
+        workers = _Staying(partial(DataLoader, num_workers=2, persistent_workers=True))
+        found[f"{name}, 2 workers"] = COMPETITORS[name]._replace(loader=workers)
     return found
 
 

@@ -37,6 +37,7 @@ from tools.bench.workloads import KEYS, Burn, MakeVolumes, Workload
 __all__ = ["filling", "large_items", "medium_items"]
 
 _PREPROCESSING = 0.1  # seconds of processor time, made up
+_MEDIUM = (2_000_000, 5_000_000, 10_000_000)  # bytes of items
 _LARGE = 100_000_000  # bytes of an item
 
 
@@ -57,8 +58,7 @@ class MakeMedium(Transform):  # type: ignore[misc]
     """Makes tensors of 2, 5 and 10 MB in turn."""
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        megabytes = (2, 5, 10)[item["image"] % 3]
-        return MakeVolumes((megabytes * 250_000,))(item)
+        return MakeVolumes((_MEDIUM[item["image"] % 3] // 4,))(item)
 
 
 def _first(work: Workload, name: str, title: str, count: int, transform: Compose, progress: Progress) -> Report:

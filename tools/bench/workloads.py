@@ -21,16 +21,40 @@ from typing import Any
 import numpy as np
 import torch
 from monai.data import MetaTensor
-from monai.transforms import CenterSpatialCropd, Compose, RandomizableTransform, RandSpatialCropSamplesd, Transform
+from monai.transforms import (
+    CenterSpatialCropd,
+    Compose,
+    CropForegroundd,
+    EnsureTyped,
+    LoadImaged,
+    Orientationd,
+    RandomizableTransform,
+    RandSpatialCropSamplesd,
+    ScaleIntensityRanged,
+    Spacingd,
+    Transform,
+)
 from rich.progress import Progress
 
 from monai_gds.bench.comparison import META, OURS, OURS_LOADER, REFERENCE, SILENT
+from monai_gds.bench.made_up import ct_like
 from monai_gds.bench.report import Report, Row
 from monai_gds.pipeline.openmp import LOAD_OF_BUSY_MACHINES
-from tools.bench.competitors import OURS_WORKERS, REFERENCE_WORKERS, WORKERS, chosen, competitors_for, one_by_one
+from tools.bench.competitors import (
+    OURS_WORKERS,
+    REFERENCE_WORKERS,
+    WORKERS,
+    by_loader,
+    chosen,
+    competitors_for,
+    one_by_one,
+)
 from tools.bench.measured import Measured, measure
 
-__all__ = ["KEYS", "Burn", "BurnAgain", "MakeVolumes", "Workload", "augmentation", "busy", "epochs", "hits", "small"]
+__all__ = [
+    "KEYS", "Burn", "BurnAgain", "MakeVolumes", "Workload", "augmentation", "busy", "epochs", "hits", "loaders",
+    "small",
+]  # fmt: skip
 
 KEYS = ("image", "label")
 
@@ -132,6 +156,41 @@ def epochs(work: Workload, crops: int | None = None, progress: Progress = SILENT
         nbytes=work.items * item_bytes,
     )  # fmt: skip
     return measure(comparison, progress)
+
+
+def loaders(work: Workload, track_meta: bool, progress: Progress = SILENT) -> Report:
+    """Epochs over whole CT-like volumes in files, as the spleen tutorial prepares them, through each loader."""
+    folder = work.subfolder("loaders")
+    scale = ScaleIntensityRanged("image", -57, 164, 0, 1, clip=True)
+    transforms = [
+        LoadImaged(KEYS, ensure_channel_first=True), scale, CropForegroundd(KEYS, "image"), Orientationd(KEYS, "RAS"),
+        Spacingd(KEYS, (1.5, 1.5, 2.0), mode=("bilinear", "nearest")),
+        *([] if track_meta else [EnsureTyped(KEYS, track_meta=False)]),
+    ]  # fmt: skip
+    reference = META if track_meta else REFERENCE
+    comparison = Measured(
+        f"{work.items} whole volumes of {work.side} x {work.side} x {work.side // 2} voxels to {work.device}, "
+        f"{'MetaTensors' if track_meta else 'plain tensors'}, batch {work.batch_size}",
+        _ct_files(folder, work), Compose(transforms), KEYS, work.device,
+        work.subfolder(f"loaders-{track_meta}"), by_loader(reference), work.repeats, work.batch_size,
+        reference=f"{reference}, ThreadDataLoader", ceilings=False, costs=True,
+    )  # fmt: skip
+    report = measure(comparison, progress)
+    least = [{} if not row.samples else {"least ms": f"{1e3 / max(row.samples):.2f}"} for row in report.rows]
+    rows = [replace(row, notes={**note, **row.notes}) for row, note in zip(report.rows, least, strict=True)]
+    return replace(report, rows=rows)
+
+
+def _ct_files(folder: Path, work: Workload) -> list[dict[str, str]]:
+    """Items of CT-like volumes with voxels of 1.2 x 1.2 x 2 mm, and their labels."""
+    import nibabel
+
+    items = [{key: str(folder / f"{key}{n}.nii") for key in KEYS} for n in range(work.items)]
+    for n, item in enumerate(items):
+        if not Path(item[KEYS[0]]).exists():
+            for path, volume in zip(item.values(), ct_like((work.side, work.side, work.side // 2), n), strict=True):
+                nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1.2, 1.2, 2.0, 1.0])), path)
+    return items
 
 
 def hits(work: Workload, nifti: bool, progress: Progress = SILENT) -> Report:

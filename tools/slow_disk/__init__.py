@@ -20,7 +20,7 @@ __all__ = ["NoSlowDisk", "SlowDisk", "slow_disk"]
 SOURCE = Path(__file__).with_name("slow_disk.c")
 
 #: ``struct counts`` of the source.
-_COUNTS = struct.Struct("=5Q")
+_COUNTS = struct.Struct("=6Q")
 
 
 class NoSlowDisk(Exception):
@@ -40,12 +40,17 @@ class SlowDisk:
 
     def set_delay(self, seconds: float) -> None:
         """Sets the time that every open takes from now on, and counts from 0."""
-        _COUNTS.pack_into(self._counts, 0, round(seconds * 1e9), 0, 0, 0, 0)
+        _COUNTS.pack_into(self._counts, 0, round(seconds * 1e9), 0, 0, 0, 0, 0)
 
     @property
     def opens(self) -> int:
         """How many files were opened."""
         return int(_COUNTS.unpack_from(self._counts)[1])
+
+    @property
+    def asked(self) -> int:
+        """How many requests asked for the state of a file."""
+        return int(_COUNTS.unpack_from(self._counts)[5])
 
     @property
     def most_in_flight(self) -> int:

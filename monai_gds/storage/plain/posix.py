@@ -82,6 +82,11 @@ class PosixBackend(BlockingBackend):
     def probe(cls, device: torch.device) -> Availability:
         return Availability(True, "threads over preadv" + ("" if device.type == "cuda" else ", private mappings"))
 
+    def memory(self, nbytes: int) -> torch.Tensor:
+        if nbytes >= limits.MAP_BYTES or self.direct_io or self.device.type != "cpu":
+            return super().memory(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # a page that nobody fills costs as much again
+
     def _open(self, path: str, expected: Expected) -> _Handle:
         fd = files.open_file(path, expected)
         try:

@@ -27,10 +27,17 @@ _REGISTER_FILES = 2
 _REGISTER_WORKERS = 19
 _GETEVENTS = 1
 _OFFSET_SQES = 0x10000000
-_OPENAT, _CLOSE, _READ = 18, 19, 22
+_OPENAT, _CLOSE, _STATX, _READ = 18, 19, 21, 22
 _FIXED_FILE, _HARDLINK, _ASYNC = 1 << 0, 1 << 3, 1 << 4
 _AT_FDCWD = -100
 _WORD = 0xFFFFFFFF  #: the ring counts in 32 bits
+#: What is asked of a file's state: inode, size, mtime. The time of the last access, which file systems over a network
+#: forget at every read, would take a request to their server each time.
+STATE = 0x340
+
+#: Bytes of ``struct statx``.
+STATE_SIZE = 256
+
 #: Linux 5.17: a command of a chain finds the file that one before it opened.
 _FEAT_LINKED_FILE = 1 << 12
 
@@ -76,7 +83,7 @@ class Ring:
         if platform.machine() != "x86_64":
             raise OSError(errno.ENOSYS, f"io_uring needs memory barriers on {platform.machine()}, which Python lacks")
         files = limits.RING_FILES
-        entries = 1 << (3 * files - 1).bit_length()
+        entries = 1 << (4 * files - 1).bit_length()
         # struct io_uring_params: sq_entries, cq_entries, flags, cpu, idle, features, …, then offsets in the mappings
         params = (ctypes.c_uint32 * 30)()
         self._fd = _call(_SETUP, ctypes.c_uint(entries), params)
@@ -93,7 +100,7 @@ class Ring:
         self._completions = np.frombuffer(ring, _CQE, cq_entries, cq[5])
         self._numbers = np.arange(max(sq_entries, cq_entries), dtype=np.uint32)
         sqes = mmap.mmap(self._fd, _SQE.itemsize * sq_entries, offset=_OFFSET_SQES)
-        self._chains = self._prepare(np.frombuffer(sqes, _SQE, 3 * files))
+        self._chains = self._prepare(np.frombuffer(sqes, _SQE, 4 * files))
         _call(_REGISTER, self._fd, _REGISTER_FILES, (ctypes.c_int32 * files)(*[-1] * files), files)
         # By default the kernel has four threads per core for commands that have to wait.
         _call(_REGISTER, self._fd, _REGISTER_WORKERS, (ctypes.c_uint32 * 2)(limits.SLOW_READS, 0), 2)
@@ -105,12 +112,13 @@ class Ring:
     @staticmethod
     def _prepare(sqes: np.ndarray) -> np.ndarray:
         """Fills in what is the same in every call. With a hard link, the close also follows a read that failed."""
-        chains = sqes.reshape(-1, 3)
+        chains = sqes.reshape(-1, 4)
         place = np.arange(len(chains))
-        chains["opcode"] = _OPENAT, _READ, _CLOSE
-        chains["flags"] = _HARDLINK, _HARDLINK | _FIXED_FILE, 0
-        chains["fd"][:, 0] = _AT_FDCWD
+        chains["opcode"] = _OPENAT, _READ, _CLOSE, _STATX
+        chains["flags"] = _HARDLINK, _HARDLINK | _FIXED_FILE, 0, 0
+        chains["fd"][:, 0] = chains["fd"][:, 3] = _AT_FDCWD
         chains["fd"][:, 1] = place
+        chains["len"][:, 3] = STATE
         chains["open_flags"][:, 0] = os.O_RDONLY | os.O_NONBLOCK  # opening a FIFO must not wait
         chains["file_index"][:, 0] = chains["file_index"][:, 2] = place + 1
         chains["user_data"] = np.arange(chains.size).reshape(chains.shape)
@@ -118,7 +126,7 @@ class Ring:
 
     def read(
         self, paths: Sequence[bytes], offsets: np.ndarray | int, sizes: np.ndarray, addresses: np.ndarray, *,
-        at_once: bool = False,
+        at_once: bool = False, states: bytearray | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Tries to read a part of each file to an address, and returns when all attempts are over.
 
@@ -131,6 +139,8 @@ class Ring:
             addresses: where they go.
             at_once: has a thread of the kernel's open and read each file. Otherwise the kernel opens a file whose path
                 it remembers in the calling thread, one after another, which is cheapest where nothing has to wait.
+            states: gets a ``struct statx`` per file: the state of what the path names once it was read. Zeros of one
+                that cannot be seen. Costs a thread of the kernel's, so it is for ``at_once``.
 
         Returns:
             Bytes read of each, or a negative errno, int32 (files,). A short read does not mean that the file has ended.
@@ -151,21 +161,28 @@ class Ring:
         chains["off"][:, 1] = offsets
         chains["len"][:, 1] = sizes
         chains["flags"][:, 0] = _HARDLINK | (_ASYNC if at_once else 0)
+        chains["flags"][:, 2] = 0 if states is None else _HARDLINK
+        if states is not None:
+            chains["addr"][:, 3] = chains["addr"][:, 0]
+            room = ctypes.addressof(ctypes.c_char.from_buffer(states))
+            chains["off"][:, 3] = room + STATE_SIZE * np.arange(count)
+        commands = np.arange(self._chains.size).reshape(self._chains.shape)[:count, : 3 if states is None else 4]
         try:
-            opened, got, _ = self._run(3 * count).reshape(count, 3).T
+            opened, got = self._run(commands.ravel())[commands[:, :2]].T
         except OSError as e:
             return np.full(count, -(e.errno or errno.EIO), np.int32)
-        return np.where(opened < 0, opened, got)
+        done: np.ndarray = np.where(opened < 0, opened, got)
+        return done
 
-    def _run(self, count: int) -> np.ndarray:
-        """Submits the first ``count`` commands, waits for all of them, and returns their results."""
-        numbers = self._numbers[:count]
-        self._sq_array[(self._sq_tail[0] + numbers) % len(self._sq_array)] = numbers
+    def _run(self, commands: np.ndarray) -> np.ndarray:
+        """Submits the commands with these numbers, waits for all of them, and returns the results by number."""
+        numbers = self._numbers[: len(commands)]
+        self._sq_array[(self._sq_tail[0] + numbers) % len(self._sq_array)] = commands
         try:
-            self._sq_tail[0] = (int(self._sq_tail[0]) + count) & _WORD
+            self._sq_tail[0] = (int(self._sq_tail[0]) + len(commands)) & _WORD
             self._wait()
             completions = self._completions[(self._cq_head[0] + numbers) % len(self._completions)]
-            results = np.empty(count, np.int32)
+            results = np.empty(self._chains.size, np.int32)
             results[completions["user_data"]] = completions["res"]
             return results
         finally:

@@ -126,7 +126,7 @@ def test_a_helper_that_cannot_start_says_why(storage: Storage, tmp_path: Path, m
         fill(storage, path, torch.zeros(1 << 20, dtype=torch.uint8))
 
 
-def test_the_users_directory_and_environment_stay_as_they_are(
+def test_the_helper_ends_with_the_storage_and_leaves_directory_and_environment_of_the_user_as_they_are(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gds_handle writes local_cufile.json into the working directory and sets CUFILE_ENV_PATH_JSON."""
@@ -135,21 +135,14 @@ def test_the_users_directory_and_environment_stay_as_they_are(
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     fill(storage, "file.bin", torch.zeros(1 << 20, dtype=torch.uint8))
-    folder = Path(helper_of(storage)._folder)
+    helper = helper_of(storage)
+    folder = Path(helper._folder)
     assert (folder / "local_cufile.json").exists()
     storage.close()
+    assert helper.process.poll() == 0
     assert os.listdir(tmp_path) == ["file.bin"]
     assert dict(os.environ) == before
     assert not folder.exists()
-
-
-def test_the_helper_ends_with_the_storage(storage: Storage, tmp_path: Path) -> None:
-    path = tmp_path / "file.bin"
-    path.write_bytes(content(1 << 20))
-    fill(storage, path, torch.zeros(1 << 20, dtype=torch.uint8))
-    process = helper_of(storage).process
-    storage.close()
-    assert process.poll() == 0
 
 
 def test_serves_cuda_targets_only() -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tools.bench.__main__ import app
 
-SMALL = ["--device", "cpu", "--items", "3", "--side", "24", "--records", "300", "--repeats", "2"]
+SMALL = ["--device", "cpu", "--items", "3", "--side", "24", "--records", "80", "--repeats", "2"]
 
 
 def run(*arguments: object, code: int = 0) -> str:

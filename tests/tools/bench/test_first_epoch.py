@@ -17,6 +17,7 @@ from tools.bench.workloads import Workload
 
 def test_the_first_epoch_beside_one_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_epoch, "_PREPROCESSING", 0.01)
+    monkeypatch.setattr(first_epoch, "_MEDIUM", (20_000, 50_000, 100_000))
     monkeypatch.setattr(first_epoch, "_LARGE", 1_000_000)
     medium, large = bench_dataset("--only", "first", "--loader", "--repeats", "1", "--cache-dir", tmp_path)
     for report in (medium, large):

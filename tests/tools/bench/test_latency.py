@@ -13,7 +13,7 @@ from tools.bench.latency import REFERENCE
 
 
 def test_every_method_reads_all_files_at_each_delay() -> None:
-    arguments = ["latency", "--files", 200, "--delay", 0, "--delay", 20, "--repeats", 1]
+    arguments = ["latency", "--files", 100, "--delay", 0, "--delay", 20, "--repeats", 1]
     try:
         printed = commands.run(*arguments, "--json")
     except AssertionError as e:
@@ -22,7 +22,7 @@ def test_every_method_reads_all_files_at_each_delay() -> None:
         raise
     reports = json.loads(printed)["reports"]
     assert [re.sub(r"\d+ kB", "kB", report["title"]) for report in reports] == [
-        f"200 {kind} of kB, {delay} ms per open" for kind in ("records", "records", "images") for delay in (0, 20)
+        f"100 {kind} of kB, {delay} ms per open" for kind in ("records", "records", "images") for delay in (0, 20)
     ]
     for report in reports:
         assert report["rows"][0]["name"] == REFERENCE
