@@ -100,7 +100,7 @@ def disk(directory: str) -> dict[str, Any]:
     with opened(directory, os.O_DIRECTORY) as fd:
         fs = FileSystem.of(fd, directory)
     problem = remedy = ""
-    for drive in fs.disk.drives.values():
+    for drive in fs.disk.drives:
         try:
             os.close(drive.open())
         except OSError as e:
@@ -108,7 +108,7 @@ def disk(directory: str) -> dict[str, Any]:
             remedy = how_to_be_let_read(drive.path)
     disk = fs.disk.path
     if fs.disk.members:
-        disk += f", which lies on {', '.join(drive.path for drive in fs.disk.drives.values())}"
+        disk += f", which lies on {', '.join(drive.path for drive in fs.disk.members)}"
     return {"kind": fs.kind, "disk": disk, "readable": not problem, "problem": problem, "remedy": remedy}
 
 

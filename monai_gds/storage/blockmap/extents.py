@@ -129,9 +129,9 @@ class Disk:
         return f"/dev/{self.name}"
 
     @property
-    def drives(self) -> dict[str, Disk]:
-        """The disks that its bytes lie on, by number: itself, or the members of its array."""
-        return {disk.number: disk for disk in self.members or (self,)}
+    def drives(self) -> tuple[Disk, ...]:
+        """The disks that its bytes lie on: the members of an array, or the disk itself."""
+        return self.members or (self,)
 
     def pieces(self, start: int, nbytes: int) -> Iterator[tuple[Disk, int, int]]:
         """The disks that bytes lie on, in their order: disk, first byte there, how many."""

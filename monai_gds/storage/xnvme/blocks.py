@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from monai_gds.storage.backend import Availability
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent, disk_of, extents_in, look, transfers
 from monai_gds.storage.blockmap.mapped import MappedFiles, WholeDisk, identity, lookup
+from monai_gds.storage.blockmap.raid0 import Raid0
 from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_file
 from monai_gds.storage.pending import Pending
@@ -84,16 +85,16 @@ class BlockBackend(QueueBackend):
         if isinstance(path, WholeDisk):
             whole = self._drives.only()
             nbytes = whole.blocks * whole.block
-            return _File(path, nbytes, [Extent(0, 0, nbytes)], {None: whole})
+            return _File(path, nbytes, [Extent(0, 0, nbytes)], [whole])
         if self._setup.user_space:
             blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
-            return _File(path, blocks.size, blocks.extents, {None: self._drives.only()})
+            return _File(path, blocks.size, blocks.extents, [self._drives.only()])
         with ExitStack() as on_error:
             fd = open_file(path, expected, regular=True)
             on_error.callback(os.close, fd)
             st = os.fstat(fd)
             fs, drives = self._drives.of_file(fd, st.st_dev, path)
-            on_error.callback(self._drives.release, drives.values())
+            on_error.callback(self._drives.release, drives)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             if self._setup.blockmap is not None:
@@ -103,11 +104,11 @@ class BlockBackend(QueueBackend):
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             on_error.pop_all()
-            return _File(path, st.st_size, extents, drives, fs.disk, fd, answer)
+            return _File(path, st.st_size, extents, drives, fs.disk.array, fd, answer)
 
     def _close(self, handle: _File) -> None:
         """Raises FileChanged if the blocks that were read are no longer the file's."""
-        self._drives.release(handle.drives.values())
+        self._drives.release(handle.drives)
         if handle.fd >= 0:
             try:
                 if look(handle.fd, handle.size) != handle.answer:
@@ -119,13 +120,13 @@ class BlockBackend(QueueBackend):
         if self._waiting or self._burst >= _BURST:
             return False
         file: _File = command.handle
-        drives, end = file.drives.values(), command.offset + command.nbytes
+        drives, end = file.drives, command.offset + command.nbytes
         if end > file.size:
             raise ends_early(file.size, end - file.size, file.path)
         read, address = _Read(command), command.address
         for at, nbytes, place, direct in transfers(
             file.extents, command.offset, command.nbytes, base=address, room=command.room,
-            block=max(drive.block for drive in drives), most=min(drive.most for drive in drives),
+            block=max([drive.block for drive in drives]), most=min([drive.most for drive in drives]),
             direct=all(drive.reaches(command.memory) for drive in drives),
         ):  # fmt: skip
             if place is None:
@@ -318,27 +319,25 @@ class _File(NamedTuple):
     """An open file.
 
     Attributes:
-        drives: those that it lies on, by the number of the disk; under None the only one, for a driver in user space.
-        disk: the disk or the array of its file system; None where none is mounted.
-        fd: -1 where none is mounted.
+        drives: those that it lies on, one for each member of the array.
+        array: None where it lies on one drive.
+        fd: -1 where no file system is mounted.
         answer: the result of :func:`.extents.look`.
     """
 
     path: str
     size: int
     extents: Sequence[Extent]
-    drives: Mapping[str | None, Drive]
-    disk: Disk | None = None
+    drives: Sequence[Drive]
+    array: Raid0 | None = None
     fd: int = -1
     answer: bytes = b""
 
-    def on_drives(self, place: int, nbytes: int) -> Iterator[tuple[Drive, int, int]]:
-        """Where bytes of its disk lie: drive, first byte there, how many."""
-        if self.disk is None:
-            yield self.drives[None], place, nbytes
-        else:
-            for disk, first, count in self.disk.pieces(place, nbytes):
-                yield self.drives[disk.number], first, count
+    def on_drives(self, place: int, nbytes: int) -> Iterable[tuple[Drive, int, int]]:
+        """Where bytes of its disk or array lie: drive, first byte there, how many."""
+        if self.array is None:
+            return ((self.drives[0], place, nbytes),)
+        return [(self.drives[member], first, count) for member, first, count in self.array.pieces(place, nbytes)]
 
 
 @dataclass(slots=True)

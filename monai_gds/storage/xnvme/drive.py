@@ -245,8 +245,10 @@ class Drives:
     def __iter__(self) -> Iterator[Drive]:
         return iter(list(self._open.values()))
 
-    def of_file(self, fd: int, device: int, path: str) -> tuple[FileSystem, dict[str | None, Drive]]:
-        """The file system of an open file, whose ``st_dev`` is ``device``, and the drives to read it from, by number.
+    def of_file(self, fd: int, device: int, path: str) -> tuple[FileSystem, list[Drive]]:
+        """The file system of an open file, whose ``st_dev`` is ``device``, and the drives to read it from.
+
+        These are that of its disk, or of an array those of the members, in their order.
 
         The drives stay open until they are given to :meth:`release`.
 
@@ -264,12 +266,12 @@ class Drives:
                 if found != origin.uuid:
                     why = f"it is on file system {found}, and the block map was made on {origin.uuid}"
                     raise StorageError(errno.ENODEV, why, path)
-            drives: dict[str | None, Drive] = {}
+            drives: list[Drive] = []
             try:
-                for number, disk in fs.disk.drives.items():
-                    drives[number] = self._use(disk, path)
+                for disk in fs.disk.drives:
+                    drives.append(self._use(disk, path))
             except BaseException:
-                self._release(drives.values())
+                self._release(drives)
                 raise
             return fs, drives
 
