@@ -209,8 +209,12 @@ class MountedFileSystems:
     def refresh(self) -> None:
         """Empties the cache if a mount changed. To be called before opening files."""
         if self._changes.poll(0):
-            self._known.clear()
-            self._uuids.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Empties the cache."""
+        self._known.clear()
+        self._uuids.clear()
 
     def of(self, fd: int, device: int, path: str) -> FileSystem:
         """Like :meth:`FileSystem.of`; ``device`` is the file's ``st_dev``."""

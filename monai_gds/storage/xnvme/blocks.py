@@ -113,6 +113,8 @@ class BlockBackend(QueueBackend):
             try:
                 if look(handle.fd, handle.size) != handle.answer:
                     raise FileChanged(f"{handle.path} was changed while its blocks were being read")
+                if handle.array is not None:
+                    self._drives.check_array(handle.fd, handle.array, handle.path)
             finally:
                 os.close(handle.fd)
 

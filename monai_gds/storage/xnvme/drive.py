@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from monai_gds.errors import StorageError
+from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
+from monai_gds.storage.blockmap.raid0 import Raid0
 from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers, GpuBuffers
@@ -274,6 +275,22 @@ class Drives:
                 self._release(drives)
                 raise
             return fs, drives
+
+    def check_array(self, fd: int, array: Raid0, path: str) -> None:
+        """Raises FileChanged if an open file's array is another one now: md reshapes arrays that are mounted.
+
+        NotMappable if it is being reshaped. No file is taken for one of the array of before again.
+        """
+        now: Raid0 | None = None
+        try:
+            now = FileSystem.of(fd, path).disk.array
+        finally:
+            if now != array:
+                with self._lock:
+                    if self._mounted is not None:
+                        self._mounted.forget()
+        if now != array:
+            raise FileChanged(f"{path} lies elsewhere on the drives of its array than when it was opened")
 
     def only(self) -> Drive:
         """The drive that the storage was given by its ``uri``. It stays open until it is given to :meth:`release`."""

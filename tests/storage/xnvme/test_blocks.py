@@ -292,6 +292,22 @@ def test_the_drives_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             whole(storage, path)
 
 
+def test_an_array_that_is_reshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: libraries.Double) -> None:
+    """Simulated. md does that while it is mounted, and FIEMAP's answer stays the same."""
+    with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as made, opened() as storage:
+        path, md = made.disk.folder / "set/20.bin", made.sysfs / "md"
+        assert whole(storage, path) == content(900_001, 20)
+        (md / "level").write_text("raid4")
+        with pytest.raises(StorageError, match="it is raid4"):
+            whole(storage, path)
+        (md / "level").write_text("raid0")
+        assert whole(storage, path) == content(900_001, 20)
+        (md / "chunk_size").write_text("131072")
+        with pytest.raises(StorageError, match="lies elsewhere on the drives of its array"):
+            whole(storage, path)
+        assert whole(storage, path) != content(900_001, 20), "looked for where the new array would have it"
+
+
 def test_an_array_is_read_through_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as array, libraries.using("double"):
         blocks = BlockMap.build(array.disk.folder)
