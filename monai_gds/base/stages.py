@@ -1,21 +1,30 @@
-"""Where the time of a loop goes: code enters a stage, and the watch of its thread, if it has one, adds up the seconds.
+"""Where the time of a loop goes, and what served its bytes.
 
-Called in the dataset, the cache and the loader. Usually no thread has a watch: each function then finds an empty dict
-and returns.
+Code enters a stage, and the watch of its thread, if it has one, adds up the seconds. Called in the dataset, the cache
+and the loader. Usually no thread has a watch: each function then finds an empty dict and returns.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+#: What serves the bytes of records: they are read past host memory; cuFile copies them through host memory by itself;
+#: they are read into pinned memory and copied; pages of the file are mapped; the record is in the device's memory; they
+#: are read into host memory, for a destination there.
+DIRECT, COMPATIBLE, STAGED = "directly into GPU memory", "cuFile's compatibility mode", "pinned staging"
+MAPPED, KEPT, HOST = "mapped", "kept memory", "read into host memory"
+WAYS = (DIRECT, COMPATIBLE, STAGED, MAPPED, KEPT, HOST)
 
 #: Seconds and counts of a watch.
 Measurements: TypeAlias = "tuple[dict[tuple[str, str], float], dict[str, int]]"
@@ -26,7 +35,8 @@ class Watch:
 
     Attributes:
         seconds: the seconds of each stage and part of it, such as ``("random transforms", "RandFlipd")``.
-        counts: ``"hits"``, ``"computed"`` (items), and ``"bytes"`` that were read of records.
+        counts: ``"hits"``, ``"computed"`` (items), ``"bytes"`` that were read of records, and those that each of
+            :data:`WAYS` served.
         in_workers: whether other processes measured a part of this.
         stream: a CUDA stream, whose work counts to the stage that began it; None: no stage waits for a device.
     """
@@ -103,6 +113,19 @@ def read(reads: Any) -> None:
     """Counts the bytes of reads (:class:`monai_gds.storage.Reads`)."""
     if _watches:
         count("bytes", reads.total)
+
+
+def nvidia_fs_bytes(root: Path = Path("/")) -> int | None:
+    """What the kernel module nvidia-fs counts as read into GPU memory, by all processes, in whole MiB.
+
+    None where it is not loaded, or does not count: ``echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled``.
+    """
+    try:
+        text = (root / "proc/driver/nvidia-fs/stats").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\breadMiB=(\d+)", text)
+    return int(found[1]) << 20 if found else None
 
 
 def saved(seconds: float) -> None:

@@ -14,7 +14,16 @@ import torch
 from monai.transforms import Compose
 from rich.progress import Progress
 
-from monai_gds.bench.comparison import MONAIS_DATASETS, OURS, OURS_LOADER, SILENT, Comparison, Competitor, compare
+from monai_gds.bench.comparison import (
+    MONAIS_DATASETS,
+    OURS,
+    OURS_LOADER,
+    SILENT,
+    Comparison,
+    Competitor,
+    Entrant,
+    compare,
+)
 from monai_gds.bench.report import Report
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.doctor import probes
@@ -63,6 +72,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
+class _Own(Comparison):
+    """Tells also what served the bytes of ours, in an epoch of its own."""
+
+    def notes(self, entrant: Entrant) -> dict[str, str]:
+        found = super().notes(entrant)
+        if isinstance(entrant.dataset, GDSDataset):
+            loader = GDSDataLoader(entrant.dataset, batch_size=self.batch_size, stats=True)
+            for _ in loader:
+                pass
+            found["read by"] = loader.stats().read_by
+        return found
+
+
 def beside_others(
     dataset: GDSDataset,
     folder: Path,
@@ -82,7 +104,7 @@ def beside_others(
         return view
 
     ours = {OURS: Competitor(make), OURS_LOADER: Competitor(make, GDSDataLoader)}
-    comparison = Comparison(
+    comparison = _Own(
         f"the first {len(data)} items of {len(dataset)} to {dataset.device}, batch {batch_size}, "
         f"page cache {'dropped' if cold else 'warm'}",
         data, dataset.transform, _keys(dataset.transform(data[0])), dataset.device, folder, {**ours, **MONAIS_DATASETS},

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monai_gds.base import cores
+from monai_gds.base import cores, stages
 from monai_gds.base.stages import Watch
 from monai_gds.errors import FailedItem
 
@@ -71,6 +71,11 @@ class Stats:
         hits: items that were read.
         computed: items that were computed.
         nbytes: bytes of records that were read.
+        served: how many bytes went ``"directly into GPU memory"``, through ``"cuFile's compatibility mode"`` or
+            ``"pinned staging"``, were ``"mapped"``, ``"read into host memory"``, or came from the device's ``"kept
+            memory"`` (``device_bytes``), which are not part of ``nbytes``.
+        nvidia_fs: bytes that the kernel module nvidia-fs counted as read into GPU memory meanwhile, by all processes,
+            in whole MiB; None where it does not count.
         in_workers: whether worker processes ran the random transforms, or drew them.
         on_values: the first transforms that no program could hold, and why. With those after them they ran in the
             loader's thread.
@@ -89,6 +94,8 @@ class Stats:
     hits: int
     computed: int
     nbytes: int
+    served: Mapping[str, int] = field(default_factory=dict)
+    nvidia_fs: int | None = None
     in_workers: bool = False
     on_values: Mapping[str, str] = field(default_factory=dict)
     global_draws: str = ""
@@ -104,6 +111,14 @@ class Stats:
     def gigabytes_per_second(self) -> float:
         """Gigabytes of records that were read, per second of the epoch."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    @property
+    def read_by(self) -> str:
+        """What served the bytes, in words; empty if nothing was read."""
+        words = [f"{nbytes / 1e9:.3f} GB {way}" for way, nbytes in self.served.items()]
+        if words and self.nvidia_fs is not None:
+            words.append(f"nvidia-fs counted {self.nvidia_fs / 1e9:.3f} GB")
+        return ", ".join(words)
 
     @property
     def advice(self) -> str:
@@ -135,7 +150,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as JSON types."""
-        derived = ("hit_rate", "gigabytes_per_second", "advice")
+        derived = ("hit_rate", "gigabytes_per_second", "read_by", "advice")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
@@ -154,6 +169,7 @@ class Stats:
             lines += [f"  {name:<32}{part:>9.3f} s {_share(part, total):>5}" for name, part in parts.items()]
         if self.saving_behind:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
+        lines += [f"bytes: {self.read_by}"] if self.served else []
         lines += [f"on values from {name} on: {why}" for name, why in self.on_values.items()]
         lines += [self.global_draws] if self.global_draws else []
         if self.rounded:
@@ -173,6 +189,7 @@ class MeasuredEpoch:
         self.watch = Watch()
         self.began = self.seconds = self.waiting = 0.0
         self.batches = 0
+        self._nvidia_fs = stages.nvidia_fs_bytes()
 
     @contextmanager
     def consumer_waits(self) -> Iterator[None]:
@@ -191,15 +208,16 @@ class MeasuredEpoch:
         """What was measured so far. For the arguments see :class:`Stats`."""
         seconds, counts = dict(self.watch.seconds), dict(self.watch.counts)
         behind = seconds.pop(("saving", "in the background"), 0.0)
-        stages: defaultdict[str, float] = defaultdict(float)
+        totals: defaultdict[str, float] = defaultdict(float)
         parts: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for (stage, part), taken in sorted(seconds.items(), key=lambda item: -item[1]):
-            stages[stage] += taken
+            totals[stage] += taken
             parts[stage][part] = taken
+        counted = stages.nvidia_fs_bytes()
         return Stats(
             seconds=self.seconds,
             waiting=self.waiting,
-            stages=dict(sorted(stages.items(), key=lambda item: -item[1])),
+            stages=dict(sorted(totals.items(), key=lambda item: -item[1])),
             transforms=parts["transforms"],
             random_transforms=parts["random transforms"],
             saving_behind=behind,
@@ -207,6 +225,8 @@ class MeasuredEpoch:
             hits=counts.get("hits", 0),
             computed=counts.get("computed", 0),
             nbytes=counts.get("bytes", 0),
+            served={way: counts[way] for way in stages.WAYS if counts.get(way)},
+            nvidia_fs=None if counted is None or self._nvidia_fs is None else counted - self._nvidia_fs,
             in_workers=self.watch.in_workers,
             on_values=on_values,
             global_draws=global_draws,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from monai_gds.base import stages
 from monai_gds.base.file_systems import LOCAL, kind_of_folder
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.records.entries import read_record
@@ -188,6 +189,7 @@ class RecordReader:
         assert self._kept is not None, "the caller has checked"
         raw = self._kept.get(path)
         if raw is not None:
+            stages.count(stages.KEPT, sum(tensor.nbytes for tensor in raw))
             unpacking = Unpacking(wanted, kept=True, only=only)
             pending = Pending.completed(list(raw), self.device)
         else:

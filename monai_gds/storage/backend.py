@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 
+from monai_gds.base import stages
 from monai_gds.storage import files, staging
 from monai_gds.storage.files import Buffer, Expected, FileId
 from monai_gds.storage.pending import Pending
@@ -106,6 +108,9 @@ class Backend(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    #: Whether it fills CUDA tensors by itself. If not, they are filled through pinned staging.
+    reaches_gpu: bool = False
+
     #: Whether it serves CUDA targets only. Then it is not probed for others.
     needs_cuda: ClassVar[bool] = False
 
@@ -131,6 +136,21 @@ class Backend(ABC):
             reads: any number, of any files, offsets and lengths. A length of zero still needs an existing file.
             into: the destinations: 1-D contiguous uint8 tensors, no smaller than ``reads.sizes``.
         """
+
+    def served_by(self, path: str, expected: Expected) -> str:
+        """What serves reads of a file into memory of the device: one of ``stages.WAYS``."""
+        return stages.DIRECT if self.reaches_gpu else stages.STAGED
+
+    def _count_served(self, reads: Reads, into: Sequence[torch.Tensor]) -> None:
+        """Counts bytes by what serves them, for ``GDSDataLoader(stats=True)``. For :meth:`start`, where it is known."""
+        if not stages.watching():
+            return
+        on_device = np.array([tensor.is_cuda for tensor in into], bool)[reads.dest]
+        stages.count(stages.HOST, int(reads.nbytes[~on_device].sum()))
+        per_file = np.bincount(reads.file, reads.nbytes * on_device, len(reads.paths))
+        for path, expected, nbytes in zip(reads.paths, reads.expected, per_file.tolist(), strict=True):
+            if nbytes:
+                stages.count(self.served_by(path, expected), int(nbytes))
 
     @property
     def is_slow(self) -> bool:

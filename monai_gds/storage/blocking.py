@@ -185,9 +185,6 @@ class BlockingBackend(Backend):
         ValueError: ``threads`` is not positive.
     """
 
-    #: Whether ``_read_into`` fills CUDA tensors. If not, they are filled through pinned staging.
-    reaches_gpu: ClassVar[bool] = False
-
     #: Most bytes per read, no more than a staging slot has. Large pieces are fastest: after each, a thread has to get
     #: the interpreter's lock, which took 0.1 ms when 8 threads wanted it.
     piece_bytes: ClassVar[int] = limits.SLOT_BYTES
@@ -226,6 +223,7 @@ class BlockingBackend(Backend):
     # Shared by all such backends.
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        self._count_served(reads, into)
         pending = Pending(list(into), self.device, len(reads.paths))
         work = self._work(reads, into, pending)
         if not len(work):

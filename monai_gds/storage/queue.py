@@ -76,9 +76,6 @@ class Command:
 class QueueBackend(Backend):
     """A backend that implements a queue of commands; see the module's docstring."""
 
-    #: Whether commands may read into memory of the CUDA device. If not, they read into pinned staging.
-    reaches_gpu: bool = False
-
     #: Most bytes per command: a multiple of ALIGNMENT, and no more than a staging slot has. Longer reads are cut.
     piece_bytes: int = 1 << 20
 
@@ -123,6 +120,7 @@ class QueueBackend(Backend):
     # Shared by all such backends.
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        self._count_served(reads, into)
         pending = Pending(list(into), self.device, len(reads.paths))
         direct = self.reaches_gpu and any(tensor.is_cuda for tensor in into)
         # A device that writes to GPU memory by itself bypasses the copy stream: it waits for the work that is queued

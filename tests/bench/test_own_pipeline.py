@@ -91,6 +91,8 @@ def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
     assert report["title"].startswith("the first 2 items of 3 to cpu, batch 1")
     assert [row["name"] for row in report["rows"]] == [OURS, OURS_LOADER, REFERENCE, META, "CacheDataset"]
     assert all(len(row["samples"]) == 2 for row in report["rows"])
+    told = [row["notes"].get("read by", "") for row in report["rows"]]
+    assert ["GB mapped" in words or "GB read into host memory" in words for words in told] == [True, True, *[False] * 3]
     assert not list(Path("cache").glob("*.safetensors"))
 
 

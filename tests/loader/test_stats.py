@@ -180,6 +180,31 @@ def test_what_is_in_no_program_is_named(make: Make) -> None:
         assert f"on values: RandSlowInNumpy: {stats.on_values['RandSlowInNumpy']}" in dataset.explain(0)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_served_the_bytes_is_told(make: Make, num_workers: int) -> None:
+    with make() as dataset:
+        list(dataset)
+        dataset.flush()
+        loader = GDSDataLoader(dataset, num_workers=num_workers, stats=True)
+        first, second = epoch(loader), epoch(loader)
+    volumes = ITEMS * 4 * 48**3
+    assert (first.served["read into host memory"], second.served["mapped"]) == (volumes, volumes), "verified, and then"
+    assert sum(second.served.values()) == second.nbytes
+    assert f"bytes: {volumes / 1e9:.3f} GB mapped" in str(second)
+
+
+def test_simulated_what_nvidia_fs_counted_meanwhile_stands_beside_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = iter([1 << 30, 3 << 30])
+    monkeypatch.setattr(stages, "nvidia_fs_bytes", lambda: next(counted))
+    with make() as dataset:
+        list(dataset)
+        stats = epoch(GDSDataLoader(dataset, stats=True))
+    assert stats.nvidia_fs == 2 << 30
+    assert stats.read_by.endswith("GB read into host memory, nvidia-fs counted 2.147 GB")
+
+
 # Nothing else changes
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
+from monai_gds.base.stages import KEPT, Watch, measured
 from monai_gds.errors import CacheWarning, MonaiGdsError
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.tree import encode_item
@@ -127,7 +128,9 @@ def test_records_that_stay_are_not_read_again_and_belong_to_nobody_else(tmp_path
         file.write(bytes(64))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     for _ in range(2):
-        again = _hit(cache)
+        with measured(watched := Watch()):
+            again = _hit(cache)
+        assert watched.counts[KEPT] > 0 and not watched.counts["bytes"]
         assert _right(again)
         for value in again.values():
             value.fill_(2)

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from monai_gds.base import stages
 from monai_gds.errors import StorageError
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.deepnvme import build
@@ -36,6 +37,7 @@ from monai_gds.storage.deepnvme.gds_helper import MESSAGE_BYTES
 from monai_gds.storage.deepnvme.lanes import Lane, Verb
 from monai_gds.storage.deepnvme.settings import Settings
 from monai_gds.storage.deepnvme.verified import VerifiedBackend
+from monai_gds.storage.files import Expected
 
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 _LAST_LINES = 12
@@ -169,6 +171,9 @@ class DeepNvmeGdsBackend(VerifiedBackend):
     def _new_lanes(self) -> Sequence[Lane]:
         helper = _Helper(self.device, self.lane_bytes, self.settings, self.threads)
         return [_GdsLane(helper, channel) for channel in helper.channels]
+
+    def served_by(self, path: str, expected: Expected) -> str:
+        return stages.DIRECT if _NVIDIA_FS.exists() else stages.COMPATIBLE
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "cufile": _how(), "device_bytes": self.threads * self.lane_bytes}

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from monai_gds import limits
+from monai_gds.base import stages
 from monai_gds.base.units import bytes_of
 from monai_gds.storage import files, plan
 from monai_gds.storage.backend import Availability
@@ -114,6 +115,9 @@ class PosixBackend(BlockingBackend):
             files.expect_cold(fd, offset, view.nbytes)
         return os.preadv(fd, [view], offset)
 
+    def served_by(self, path: str, expected: Expected) -> str:
+        return stages.MAPPED if self._pinned is not None and self._pinned.holds(path, expected) else stages.STAGED
+
     def _largest_piece(self, reads: Reads) -> int:
         if self._pinned is None or not all(map(self._pinned.holds, reads.paths, reads.expected)):
             return self.piece_bytes
@@ -190,7 +194,10 @@ class PosixBackend(BlockingBackend):
         # A range with an unaligned start is read instead, so that the tensor can be viewed as any dtype.
         if nbytes >= limits.MAP_BYTES and offset % ALIGNMENT == 0:
             with suppress(OSError):  # vm.max_map_count is used up, or the file system maps nothing: read instead
-                return map_privately(fd, offset, nbytes)
+                mapped = map_privately(fd, offset, nbytes)
+                stages.count(stages.MAPPED, nbytes)
+                return mapped
+        stages.count(stages.HOST, nbytes)
         dest = torch.empty(nbytes, dtype=torch.uint8)
         with files.naming(path):
             self._fill(_Handle(fd, -1), path, offset, dest)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from monai_gds.base.stages import HOST, MAPPED, Watch, measured
 from monai_gds.bench import pagecache
 from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage import Reads, Storage, files, open_storage
@@ -61,6 +62,11 @@ class TestPosixOnCpu(FullContract, WriteContract):
 
         monkeypatch.setattr(posix_module, "map_privately", no_mapping)
         self.assert_gives(storage, blob, data, (4096, 1 << 20), how="map")
+
+    def test_what_is_mapped_and_what_is_read_is_counted(self, storage: Storage, blob: Path) -> None:
+        with measured(watch := Watch()):
+            storage.map(Reads.of(str(blob), [(0, 1 << 20), (1 << 20, 10)])).wait()
+        assert watch.counts == {"bytes": (1 << 20) + 10, MAPPED: 1 << 20, HOST: 10}
 
     def test_unmaps_what_nobody_holds(self, storage: Storage, blob: Path) -> None:
         before = Path("/proc/self/maps").read_text().count("blob.bin")
