@@ -77,20 +77,38 @@ def mounts(proc: Path) -> Iterator[Mount]:
         yield Mount(number, number_of_device, _unescape(point), kind, _unescape(source), options)
 
 
+def mount_of(folder: Path, proc: Path) -> Mount | None:
+    """The file system that an existing folder is on; None if the table of mounts cannot be read."""
+    path = folder.resolve()
+    with suppress(OSError, ValueError):
+        above = [mount for mount in mounts(proc) if path.is_relative_to(mount.point)]
+        return max(reversed(above), key=lambda one: len(one.point), default=None)  # the later of two at one point
+    return None
+
+
+def text_of(file: Path) -> str:
+    """The text of a file of the kernel or of settings; empty if it is missing or cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def reached_over(number: str, root: Path) -> str:
     """Over what a block device, ``major:minor``, is reached if its drive is in another machine; empty if it is not.
 
     Its file system is local all the same: only this machine writes to it. Partitions, device-mapper and md are followed
     to the drives below, of which one in another machine is enough.
     """
-    return _reached_over((root / "sys/dev/block" / number).resolve())
+    return device_over((root / "sys/dev/block" / number).resolve())
 
 
-def _reached_over(device: Path) -> str:
+def device_over(device: Path) -> str:
+    """As :func:`reached_over`, for the folder of a block device in sysfs."""
     if (device / "partition").exists():
         device = device.parent
     for below in sorted((device / "slaves").glob("*")):
-        if over := _reached_over(below.resolve()):
+        if over := device_over(below.resolve()):
             return over
     if driver := re.match(r"rbd|nbd|drbd", device.name):
         return _OVER[driver[0]]

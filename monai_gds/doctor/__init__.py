@@ -100,6 +100,7 @@ def _ask_all(place: Place, folder: str | None, device: str | None, backends: Seq
             **{f"backend {name}": partial(probes.backend, name, device) for name in backends},
             "default": partial(probes.default, device, folder),
             "dali": probes.dali,
+            "kvikio": probes.kvikio,
         }
     )
     if folder is not None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from monai_gds.base import cores
 from monai_gds.doctor.isolation import Answer
-from monai_gds.doctor.machine import UDEV_PROPERTIES, Access, Machine, Place
-
-_GUIDE = "https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/"
+from monai_gds.doctor.machine import Access, Machine, Place
+from monai_gds.storage.plain import cufile as of_cufile
+from monai_gds.storage.plain.cufile import GUIDE, UDEV_PROPERTIES, Condition
 
 #: File systems that lose their files, or that are on another machine.
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -243,9 +243,9 @@ def _who(access: Access, bits: int) -> str:
 
 
 def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterator[Finding]:
-    """cuFile, and the three things that decide how it reads."""
+    """cuFile, what decides how it reads, and how files of the directory are read."""
     if not _devices(answers):
-        for name in ("nvidia-fs", "p2pdma", "udev", "cufile"):
+        for name in ("nvidia-fs", "p2pdma", "udev", "cufile", "direct"):
             yield Finding(name, Status.UNUSED, "useful only with a GPU")
         return
     yield nvidia_fs(machine)
@@ -253,43 +253,42 @@ def _direct_storage(machine: Machine, place: Place, answers: Answers) -> Iterato
     entry = udev(machine, place)
     yield entry
     yield cufile(answers.get("cufile"), machine, place, entry)
+    yield direct(answers.get("kvikio", _NOT_ASKED), machine, place)
 
 
 def _goes_straight(machine: Machine, place: Place) -> bool:
     """Whether cuFile can bypass host memory. If not, it is useless here."""
-    return machine.nvidia_fs is not None or not machine.lacks_for_p2pdma(place)
+    return of_cufile.nvidia_fs(machine.root) is not None or not _lacks_for_p2pdma(machine, place)
+
+
+def _lacks_for_p2pdma(machine: Machine, place: Place) -> list[tuple[str, str]]:
+    on_nvme = place.drive is not None and place.drive.is_nvme
+    return list(of_cufile.lacks_for_p2pdma(machine.root, machine.environment, on_nvme))
 
 
 def nvidia_fs(machine: Machine) -> Finding:
     """The kernel module that lets cuFile write straight into GPU memory."""
-    details = {"version": machine.nvidia_fs, "nodes": machine.nvidia_fs_nodes}
-    if machine.nvidia_fs is None:
-        remedy = f"install NVIDIA's package nvidia-gds{' on the host' if machine.container else ''}: {_GUIDE}"
+    version, nodes = of_cufile.nvidia_fs(machine.root), of_cufile.nvidia_fs_nodes(machine.root)
+    details = {"version": version, "nodes": nodes}
+    if version is None:
+        remedy = f"install NVIDIA's package nvidia-gds{' on the host' if machine.container else ''}: {GUIDE}"
         return Finding("nvidia-fs", Status.MISSING, "the kernel module is not loaded", remedy, details)
-    if not machine.nvidia_fs_nodes:
+    if not nodes:
         remedy = "modprobe -r nvidia_fs && modprobe nvidia_fs"
         if machine.container:
             remedy = "start it with --env NVIDIA_GDS=enabled or --device=/dev/nvidia-fs0 and so on"
         return Finding("nvidia-fs", Status.NOTE, "loaded, but there is no /dev/nvidia-fs0", remedy, details)
-    return Finding("nvidia-fs", Status.OK, f"the kernel module is loaded, version {machine.nvidia_fs}", "", details)
+    return Finding("nvidia-fs", Status.OK, f"the kernel module is loaded, version {version}", "", details)
 
 
 def p2pdma(machine: Machine, place: Place) -> Finding:
     """cuFile's way to the GPU without nvidia-fs."""
-    lacking = machine.lacks_for_p2pdma(place)
+    lacking = _lacks_for_p2pdma(machine, place)
     details = {"lacks": [{"what": what, "remedy": remedy} for what, remedy in lacking]}
     if not lacking:
-        found = "nothing that NVIDIA's guide asks for is missing"
-        return Finding("p2pdma", Status.OK, found, _ask_for(machine), details)
+        return Finding("p2pdma", Status.OK, "nothing that NVIDIA's guide asks for is missing", "", details)
     what = "missing: " + ", ".join(what for what, _ in lacking)
     return Finding("p2pdma", Status.MISSING, what, "; ".join(remedy for _, remedy in lacking), details)
-
-
-def _ask_for(machine: Machine) -> str:
-    """How to make KvikIO use cuFile without nvidia-fs; empty if it does already."""
-    if machine.nvidia_fs is not None or machine.environment.get("KVIKIO_COMPAT_MODE", "").upper() in ("OFF", "0"):
-        return ""
-    return "KvikIO uses it when KVIKIO_COMPAT_MODE=OFF is set"
 
 
 def udev(machine: Machine, place: Place) -> Finding:
@@ -298,7 +297,7 @@ def udev(machine: Machine, place: Place) -> Finding:
         kind = place.mount.kind if place.mount else "this file system"
         advice = "put the cache on ext4 or XFS on a local drive"
         return Finding("udev", Status.MISSING, f"{kind} has no block device, and cuFile wants one", advice)
-    entry = machine.udev_entry(place.number)
+    entry = of_cufile.udev_entry(place.number, machine.root)
     details = {"number": place.number, "properties": entry}
     if entry is not None and all(name in entry for name in UDEV_PROPERTIES):
         return Finding("udev", Status.OK, f"its database lists {place.number} as {entry['ID_FS_TYPE']}", "", details)
@@ -326,14 +325,35 @@ def cufile(answer: Answer | None, machine: Machine, place: Place, entry: Finding
         elif place.mount is not None and place.mount.kind not in _OF_CUFILE:
             remedy = "put the cache on ext4 or XFS on a local drive"
         else:
-            remedy = f"look through {_GUIDE}"
+            remedy = f"look through {GUIDE}"
         return Finding("cufile", Status.MISSING, f"it refuses files here: {error}", remedy, details)
     details["compatibility_mode"] = any("compat" in line.lower() for line in log)
     if details["compatibility_mode"]:
         found = "it accepts files here, but in its compatibility mode, through host memory"
         return Finding("cufile", Status.NOTE, found, "to bypass it: nvidia-fs or P2PDMA, see above", details)
     found = "it accepts files here, and logs no compatibility mode"
-    return Finding("cufile", Status.OK, found, _ask_for(machine), details)
+    return Finding("cufile", Status.OK, found, "", details)
+
+
+def direct(kvikio: Answer, machine: Machine, place: Place) -> Finding:
+    """Whether ``kvikio`` has cuFile read the files of the directory into GPU memory, and each reason."""
+    found = of_cufile.conditions(place.folder, machine.root, machine.environment)
+    if not kvikio:
+        found.insert(0, Condition(False, f"KvikIO does not answer: {kvikio.error}", "see kvikio below"))
+    elif kvikio.values["use"] == "never":
+        why = (
+            "KvikIO is in its compatibility mode: KVIKIO_COMPAT_MODE asks for it, or there is no libcufile or /run/udev"
+        )
+        found.insert(0, Condition(False, why, "unset KVIKIO_COMPAT_MODE, install libcufile, see udev above"))
+    holds = all(one.holds for one in found)
+    details = {"direct": holds, "reasons": [one._asdict() for one in found]}
+    good = "; ".join(one.what for one in found if one.holds)
+    if holds:
+        return Finding("direct", Status.OK, f"cuFile reads files here into GPU memory: {good}", "", details)
+    words = "; ".join(one.what for one in found if not one.holds) + (f" (as it should be: {good})" if good else "")
+    how = "through its compatibility mode" if kvikio and kvikio.values["use"] == "always" else "through pinned memory"
+    remedy = "; ".join(dict.fromkeys(one.remedy for one in found if one.remedy))
+    return Finding("direct", Status.MISSING, f"files here are read {how}: {words}", remedy, details)
 
 
 def io_uring(machine: Machine, answers: Answers) -> Finding:
@@ -427,9 +447,9 @@ def container(machine: Machine, place: Place, answers: Answers) -> Finding:
 def _missing_options(machine: Machine, place: Place, has_gpu: bool) -> Iterable[str]:
     if not has_gpu and machine.driver:
         yield "--gpus=all"
-    if has_gpu and _goes_straight(machine, place) and machine.udev_entry("") is None:
+    if has_gpu and _goes_straight(machine, place) and of_cufile.udev_entry("", machine.root) is None:
         yield "--volume /run/udev:/run/udev:ro"
-    if machine.nvidia_fs and not machine.nvidia_fs_nodes:
+    if of_cufile.nvidia_fs(machine.root) and not of_cufile.nvidia_fs_nodes(machine.root):
         yield "--env NVIDIA_GDS=enabled"
     if has_gpu and machine.locked_memory_is_limited:
         yield "--ulimit memlock=-1"
@@ -450,4 +470,5 @@ def default(answers: Answers, unwritable: str) -> Finding:
     found = f"{values['backend']} ({values['reason']})"
     if unwritable:
         return Finding("default", Status.FAILED, f"{found}, not tried: no file can be made", "see directory", values)
-    return Finding("default", Status.OK, f"{found}: wrote a file here and read it back", "", values)
+    served = f" ({values['served']})" if values.get("served") else ""
+    return Finding("default", Status.OK, f"{found}: wrote a file here and read it back{served}", "", values)

@@ -1,10 +1,7 @@
 """What files of the kernel show about this machine: drivers, modules, mounts, udev's entries, containers.
 
-It reads small files below ``root`` only, so a test can lay out a machine in a folder.
-
-Sources of the paths and settings: NVIDIA's GPUDirect Storage troubleshooting guide
-(https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/, "NVMe P2PDMA Troubleshooting" for P2PDMA), and the
-names in libcufile 1.20.
+It reads small files below ``root`` only, so a test can lay out a machine in a folder. What cuFile looks at is in
+:mod:`monai_gds.storage.plain.cufile`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import ctypes
 import fcntl
 import grp
 import os
-import platform
 import pwd
 import re
 import shutil
@@ -27,10 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.base import cores
-from monai_gds.base.file_systems import Mount, mounts, opened, reached_over
-
-#: Properties of a block device that libcufile looks up in udev's database.
-UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
+from monai_gds.base.file_systems import Mount, mount_of, mounts, opened, reached_over, text_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def _text(self, path: str) -> str:
-        return _text(self.root / path.lstrip("/"))
+        return text_of(self.root / path.lstrip("/"))
 
     def exists(self, path: str) -> bool:
         """Whether this machine has ``path``."""
@@ -107,8 +100,7 @@ class Machine:
         folder = next(above for above in (path, *path.parents) if os.path.lexists(above))
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a directory")
-        above = [mount for mount in self._mounts if folder.resolve().is_relative_to(mount.point)]
-        mount = max(reversed(above), key=lambda one: len(one.point), default=None)  # the later of two at one point
+        mount = mount_of(folder, self.root / "proc")
         drive = self._drive(mount.number) if mount else None
         usage = shutil.disk_usage(folder)
         return Place(directory, folder, mount, drive, usage.free, usage.total, self._access(path, folder))
@@ -125,13 +117,6 @@ class Machine:
         mode = stat.S_IFDIR | inherited | 0o777 & ~(int(umask[1], 8) if umask else 0o022)
         return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, ())
 
-    @cached_property
-    def _mounts(self) -> list[Mount]:
-        try:
-            return list(mounts(self.root / "proc"))
-        except (OSError, ValueError):
-            return []
-
     def _drive(self, number: str) -> Drive | None:
         folder = self.root / "sys/dev/block" / number
         if number.startswith("0:") or not folder.is_dir():
@@ -140,10 +125,10 @@ class Machine:
         if (whole / "partition").exists():
             whole = whole.parent
         is_virtual = whole.name.startswith(("vd", "xvd"))
-        rotates = _text(whole / "queue/rotational").strip() == "1"
+        rotates = text_of(whole / "queue/rotational").strip() == "1"
         errors = {what: count for what, count in self._errors(whole, folder.resolve().name) if count}
         over = reached_over(number, self.root)
-        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual, errors, over)
+        return Drive(whole.name, text_of(whole / "device/model").strip(), rotates and not is_virtual, errors, over)
 
     def _errors(self, whole: Path, name: str) -> Iterator[tuple[str, int]]:
         """What the kernel and the drive count: the disk's folder in sysfs, and the name of its partition."""
@@ -152,7 +137,7 @@ class Machine:
             "commands that timed out": whole / "device/iotmo_cnt",
             "errors of the file system": self.root / "sys/fs/ext4" / name / "errors_count",
         }.items():
-            yield what, int(_text(file).strip() or "0", 0)
+            yield what, int(text_of(file).strip() or "0", 0)
         if whole.name.startswith("nvme"):
             yield "unreadable blocks", _media_errors(self.root / "dev" / whole.name)
 
@@ -192,58 +177,16 @@ class Machine:
     @property
     def shared_memory_is_small(self) -> bool:
         """Whether /dev/shm, through which DataLoader workers send items, has docker's default of 64 MiB."""
-        return any(mount.point == "/dev/shm" and "size=65536k" in mount.options for mount in self._mounts)
+        with suppress(OSError, ValueError):
+            return any(
+                mount.point == "/dev/shm" and "size=65536k" in mount.options for mount in mounts(self.root / "proc")
+            )
+        return False
 
     @property
     def io_uring_disabled(self) -> bool:
         """Whether io_uring is switched off by sysctl (Linux 6.6 and later)."""
         return self._text("/proc/sys/kernel/io_uring_disabled").strip() not in ("", "0")
-
-    @cached_property
-    def nvidia_fs(self) -> str | None:
-        """Version of the kernel module nvidia-fs ("loaded" if unknown); None if it is not loaded."""
-        version = self._text("/proc/driver/nvidia-fs/version")
-        if match := re.search(r"\d+(\.\d+)+", version):
-            return match[0]
-        return "loaded" if version or re.search(r"^nvidia_fs\s", self._text("/proc/modules"), re.MULTILINE) else None
-
-    @cached_property
-    def nvidia_fs_nodes(self) -> list[str]:
-        """Paths of nvidia-fs's device nodes."""
-        return [f"/dev/{node.name}" for node in sorted((self.root / "dev").glob("nvidia-fs*"))]
-
-    def udev_entry(self, number: str) -> dict[str, str] | None:
-        """udev's properties of the block device ``major:minor``; None without udev's database.
-
-        A device that is not in the database has no properties.
-        """
-        if not os.access(self.root / "run/udev", os.R_OK):
-            return None
-        lines = self._text(f"/run/udev/data/b{number}").splitlines()
-        pairs = (line[2:].partition("=") for line in lines if line.startswith("E:"))
-        return {name: value for name, _, value in pairs}
-
-    def lacks_for_p2pdma(self, place: Place) -> list[tuple[str, str]]:
-        """What PCI P2PDMA, cuFile's way without nvidia-fs, lacks here, as pairs of (what is missing, what to do)."""
-        lacking = []
-        if place.drive is None or not place.drive.is_nvme:
-            lacking.append(("an NVMe drive below the directory", "put the cache on a local NVMe drive"))
-        if "p2pdma_pgmap_ops" not in self._text("/proc/kallsyms"):
-            lacking.append(("PCI P2PDMA in the kernel", "use a kernel with CONFIG_PCI_P2PDMA (6.2 or later on Ubuntu)"))
-        if self.driver is None or not self.driver.is_open:
-            lacking.append(("NVIDIA's open kernel modules", "install them, release 565 or later"))
-        if platform.machine() == "x86_64":
-            if "RMForceStaticBar1=1" not in self._text("/proc/driver/nvidia/params"):
-                registry = 'options nvidia NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
-                lacking.append(("a static BAR1", f"in /etc/modprobe.d: {registry}"))
-            if self._text("/sys/module/nvme_core/parameters/multipath").strip() == "Y":
-                lacking.append(("NVMe without multipath", "in /etc/modprobe.d: options nvme_core multipath=N"))
-        file = self.environment.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
-        settings = re.sub(r"//.*", "", self._text(file))  # NVIDIA's own file is full of comments
-        wanted = self.environment.get("CUFILE_USE_PCIP2PDMA", "").lower() in ("1", "true")
-        if not wanted and not re.search(r'"use_pci_p2pdma"\s*:\s*true', settings):
-            lacking.append(("cuFile's setting", f'in {file}: {{"properties": {{"use_pci_p2pdma": true}}}}'))
-        return lacking
 
 
 def _media_errors(node: Path) -> int:
@@ -264,11 +207,3 @@ def _name(look_up: Callable[[int], Any], number: int) -> str:
         return str(look_up(number)[0])
     except (KeyError, OverflowError):
         return str(number)
-
-
-def _text(file: Path) -> str:
-    """A file's text; empty if it is missing or cannot be read."""
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -112,6 +112,13 @@ def disk(directory: str) -> dict[str, Any]:
     return {"kind": fs.kind, "disk": disk, "readable": not problem, "problem": problem, "remedy": remedy}
 
 
+def kvikio() -> dict[str, Any]:
+    """Whether KvikIO lets the backend ``kvikio`` ``use`` cuFile. Raises where KvikIO is missing."""
+    from monai_gds.storage.plain.kvikio import use_of_cufile
+
+    return {"use": use_of_cufile()}
+
+
 def cufile(device: str | None, folder: str) -> dict[str, Any]:
     """Writes and reads a file through cuFile. ``tried`` is False where KvikIO does not work.
 
@@ -139,9 +146,10 @@ def cufile(device: str | None, folder: str) -> dict[str, Any]:
 
 
 def default(device: str | None, folder: str | None) -> dict[str, Any]:
-    """The backend that ``auto`` chooses. It must write a file to ``folder`` and read it back."""
+    """The backend that ``auto`` chooses. It must write a file to ``folder`` and read it back; what ``served`` that."""
     import torch
 
+    from monai_gds.base import stages
     from monai_gds.errors import StorageError
     from monai_gds.storage import Reads, choose_backend, open_storage, resolve_device
 
@@ -154,13 +162,14 @@ def default(device: str | None, folder: str | None) -> dict[str, Any]:
     written = torch.randint(0, 256, (_TRIAL_BYTES,), dtype=torch.uint8).to(target)
     try:
         storage.write(str(path), [written])
-        (read,) = storage.load(Reads.of(str(path), [(0, _TRIAL_BYTES)])).wait()
+        with stages.measured(watch := stages.Watch()):
+            (read,) = storage.load(Reads.of(str(path), [(0, _TRIAL_BYTES)])).wait()
         if not torch.equal(read, written):
             raise StorageError(f"{name} read other bytes than it wrote: {path}")
     finally:
         storage.close()
         path.unlink(missing_ok=True)
-    return {"backend": name, "reason": reason}
+    return {"backend": name, "reason": reason, "served": next((way for way in stages.WAYS if watch.counts[way]), "")}
 
 
 def speed(device: str | None, folder: str) -> dict[str, Any]:

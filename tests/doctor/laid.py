@@ -31,6 +31,14 @@ class Laid:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
+    def remove(self, path: str) -> None:
+        (self.root / path).unlink()
+
+    def link(self, path: str, to: str) -> None:
+        link = self.root / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(self.root / to)
+
     def mount(self, kind: str, number: str, source: str = "/dev/nvme0n1p1", options: str = "rw") -> None:
         point = os.path.realpath(self.cache)
         with (self.root / "proc/self/mountinfo").open("a") as table:
@@ -42,9 +50,7 @@ class Laid:
         self.file(f"{whole}/device/model", f"{model}\n")
         if partition:
             self.file(f"{whole}/{partition}/partition", "1\n")
-        link = self.root / "sys/dev/block" / number
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(self.root / whole / partition)
+        self.link(f"sys/dev/block/{number}", f"{whole}/{partition}")
 
     def over_iscsi(self) -> None:
         self.mount("ext4", "8:16", "/dev/sdb")
@@ -68,6 +74,11 @@ class Laid:
     def with_gpu(self, driver: str = OPEN_DRIVER) -> None:
         self.file("proc/driver/nvidia/version", driver)
         self.file("dev/nvidiactl")
+
+    def with_nvidia_fs(self, *drivers: str) -> None:
+        self.file("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+        self.file("proc/driver/nvidia-fs/modules", "".join(f"{driver}: 1\n" for driver in drivers))
+        self.file("dev/nvidia-fs0")
 
     def on_nvme(self) -> None:
         self.mount("ext4", "259:3", options="rw,data=ordered")

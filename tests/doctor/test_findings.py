@@ -237,7 +237,7 @@ def test_a_gpu_with_its_driver(laid: Laid) -> None:
 def test_without_a_driver_nothing_is_wrong(laid: Laid) -> None:
     found = laid.findings(answers(gpu=False))
     assert (found["gpu"].status, found["gpu"].remedy) == (Status.MISSING, "")
-    for name in ("nvidia-fs", "p2pdma", "udev", "cufile", "kvikio"):
+    for name in ("nvidia-fs", "p2pdma", "udev", "cufile", "direct", "kvikio"):
         assert found[name].status is Status.UNUSED, name
     assert Diagnosis(laid.machine.place(laid.cache), "cpu", tuple(found.values())).works
 
@@ -355,11 +355,7 @@ def test_p2pdma_says_each_thing_that_is_missing(laid: Laid) -> None:
     laid.file("etc/cufile.json", '{"properties": {\n // "use_pci_p2pdma": true\n}}')
     assert "use_pci_p2pdma" in laid.findings(answers())["p2pdma"].remedy
     laid.environment["CUFILE_USE_PCIP2PDMA"] = "true"
-    found = laid.findings(answers())["p2pdma"]
-    assert found.status is Status.OK
-    assert "KVIKIO_COMPAT_MODE=OFF" in found.remedy
-    laid.environment["KVIKIO_COMPAT_MODE"] = "off"
-    assert laid.findings(answers())["p2pdma"].remedy == ""
+    assert laid.findings(answers())["p2pdma"].status is Status.OK
 
 
 def test_what_cufile_did_when_it_was_tried(laid: Laid) -> None:
@@ -381,6 +377,43 @@ def test_what_cufile_did_when_it_was_tried(laid: Laid) -> None:
     assert found.status is Status.MISSING
     assert "not registered" in found.found
     assert "ID_FS_USAGE" in found.found
+
+
+@pytest.mark.parametrize(
+    ("use", "fs", "status", "words", "remedy"),
+    [
+        (
+            "by folder",
+            "nvme",
+            Status.OK,
+            "cuFile reads files here into GPU memory: nvidia-fs 2.25.7 with nvme; ext4",
+            "",
+        ),
+        ("by folder", "lnet", Status.MISSING, "through pinned memory: nvme is not registered", "before nvidia-fs"),
+        ("always", "lnet", Status.MISSING, "through its compatibility mode: nvme is not registered", "NVIDIA patched"),
+        ("never", "nvme", Status.MISSING, "through pinned memory: KvikIO is in its compatibility mode", "unset KVIKIO"),
+    ],
+)
+def test_simulated_how_files_here_are_read_and_each_reason(
+    laid: Laid, use: str, fs: str, status: Status, words: str, remedy: str
+) -> None:
+    laid.with_gpu()
+    laid.on_nvme()
+    laid.with_nvidia_fs(fs)
+    laid.file("run/udev/data/b259:3", "E:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n")
+    found = laid.findings(answers(kvikio=Answer({"use": use})))["direct"]
+    assert found.status is status
+    for each in (words, "ext4 with data=ordered", "nvme0n1: NVMe", "udev lists 259:3"):
+        assert each in found.found
+    assert remedy in found.remedy
+    assert found.details["direct"] is (status is Status.OK)
+    assert {"what": "nvme0n1: NVMe", "holds": True, "remedy": ""} in found.details["reasons"]
+
+
+def test_simulated_without_kvikio_no_file_is_read_directly(laid: Laid) -> None:
+    laid.with_gpu()
+    found = laid.findings(answers(kvikio=Answer({}, "No module named 'kvikio'")))["direct"]
+    assert (found.status, "No module named 'kvikio'" in found.found) == (Status.MISSING, True)
 
 
 def test_cufile_is_tried_without_kvikio_s_own_ways_and_its_log_is_read(

@@ -1,11 +1,12 @@
 """The ``kvikio`` backend: GPUDirect Storage through cuFile where the machine has it, else KvikIO's threads.
 
-With cuFile, large reads go straight to the device. It is used where the kernel module nvidia-fs is loaded, or where
-the user asks for it with KVIKIO_COMPAT_MODE=OFF (for PCI peer-to-peer DMA without that module, say). KvikIO by itself
-uses cuFile wherever the library is installed, but without the module cuFile copies through the host: 3.2 GB/s from the
-page cache of a machine where KvikIO's threads reached 20.
+With cuFile, large reads go straight to the device. Where it can do that is decided for each folder
+(:mod:`.cufile`): by the file system, its mount options, the drive below it, and the driver, nvidia-fs or PCI
+peer-to-peer DMA. KvikIO by itself uses cuFile wherever the library is installed, but where cuFile cannot bypass host
+memory it copies through it: 3.2 GB/s from the page cache of a machine where KvikIO's threads reached 20. With
+KVIKIO_COMPAT_MODE=OFF, cuFile reads all folders.
 
-Without cuFile, KvikIO's threads fill this package's pinned slots, and the copy stream copies them to the device,
+Elsewhere, KvikIO's threads fill this package's pinned slots, and the copy stream copies them to the device,
 without waiting for what training has queued. KvikIO's own copies would run on streams that wait for the legacy default
 stream: a read after 300 ms of queued work took 305 ms. Python threads reached only 18 GB/s with pieces of 4 MiB,
 because after each piece a thread has to get the interpreter's lock. Small reads, and reads into host memory, go through
@@ -23,25 +24,24 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from monai_gds import limits
-from monai_gds.base import cores
+from monai_gds.base import cores, stages
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, staging
-from monai_gds.storage.backend import Availability, check_threads
+from monai_gds.storage.backend import Availability, Backend, check_threads
 from monai_gds.storage.files import ALIGNMENT, Buffer, Expected
 from monai_gds.storage.pending import Pending
+from monai_gds.storage.plain import cufile
 from monai_gds.storage.plain.posix import PosixBackend
 from monai_gds.storage.queue import Command, QueueBackend
 from monai_gds.storage.reads import Reads
-
-#: Exists where the kernel module nvidia-fs is loaded.
-NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 
 
 def default_threads() -> int:
@@ -49,14 +49,31 @@ def default_threads() -> int:
     return max(4, min(limits.KVIKIO_THREADS, cores.usable() * 5 // 8))
 
 
-def through_cufile() -> bool:
-    """Whether cuFile moves the bytes; see the module's docstring."""
+#: Where the files of the kernel are that decide about cuFile.
+ROOT = Path("/")
+
+#: Whether KvikIO uses cuFile: in all folders, in those that it reads directly, or in none.
+Use: TypeAlias = Literal["always", "by folder", "never"]
+_HOWS: dict[Use, str] = {
+    "always": "cuFile",
+    "by folder": "cuFile in folders that it reads directly, else its threads and pinned staging",
+    "never": "its threads and pinned staging",
+}
+
+
+def use_of_cufile() -> Use:
+    """Whether KvikIO's settings, and what it found on this machine, let it use cuFile."""
     import kvikio
     import kvikio.defaults
 
     if kvikio.defaults.is_compat_mode_preferred():
-        return False
-    return os.path.exists(NVIDIA_FS) or kvikio.defaults.get("compat_mode") == kvikio.CompatMode.OFF
+        return "never"
+    return "always" if kvikio.defaults.get("compat_mode") == kvikio.CompatMode.OFF else "by folder"
+
+
+def _use_here() -> Use:
+    use = use_of_cufile()
+    return "never" if use == "by folder" and not cufile.can_be_direct(ROOT) else use
 
 
 class _File:
@@ -87,88 +104,40 @@ class _File:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-class KvikioBackend(QueueBackend):
-    """Reads and writes CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
+class _Queue(QueueBackend):
+    """Reads large pieces through KvikIO, from files that the backend chose for it.
 
     Args:
         device: a CUDA device.
-        threads: sets KvikIO's number of threads, for the whole process; None: see the module's docstring. With cuFile,
-            KvikIO allocates a pinned bounce buffer per thread, 16 MiB unless set otherwise.
-
-    Raises:
-        BackendUnavailable: from ``open_storage``, where KvikIO is missing or there is no CUDA device.
-        ValueError: ``threads`` is not positive.
+        straight: whether KvikIO gets device memory, which cuFile fills, or pinned slots.
+        served_by: see :meth:`Backend.served_by`.
     """
 
-    needs_cuda = True
+    name = "kvikio"
     group_bytes = limits.KVIKIO_LEAST_BYTES  # one piece per slot
     open_files = 16  # each takes three descriptors: KvikIO opens a file once with O_DIRECT and once without
+    kvikio: Any  # the package
 
-    def __init__(self, device: torch.device, threads: int | None = None) -> None:
-        check_threads(threads)
+    def __init__(self, device: torch.device, straight: bool, served_by: Callable[[str, Expected], str]) -> None:
         super().__init__(device)
-        self._threads = threads
-        self._posix = PosixBackend(device)
-        self._to_move = 0  # threads of KvikIO's that this backend had it start, and that may be far from the device
-        self._under_way: deque[tuple[Command, Any]] = deque()  # with KvikIO's futures, oldest first
-
-    def open(self) -> None:
-        import kvikio
-        import kvikio.defaults
-
-        self._kvikio = kvikio
         # With cuFile each piece is one task: of a read that KvikIO divides, the first error comes back while the other
         # tasks are still writing. Pinned slots outlive that, see _settle, but the caller's memory may not.
-        self.reaches_gpu = through_cufile()
-        self.piece_bytes = limits.KVIKIO_TASK_BYTES if self.reaches_gpu else limits.KVIKIO_PIECE_BYTES
-        threads = self._threads
-        if threads is None:
-            set_by_user = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
-            threads = default_threads() if kvikio.defaults.get("num_threads") == 1 and not set_by_user else None
-        if threads is not None and kvikio.defaults.get("num_threads") != threads:
-            kvikio.defaults.set("num_threads", threads)
-            self._to_move = threads
+        self.reaches_gpu = straight
+        self.piece_bytes = limits.KVIKIO_TASK_BYTES if straight else limits.KVIKIO_PIECE_BYTES
+        self._served_by = served_by
+        self._under_way: deque[tuple[Command, Any]] = deque()  # with KvikIO's futures, oldest first
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
-        try:
-            import kvikio
-            import kvikio.defaults
-        except Exception as e:
-            if isinstance(e, ModuleNotFoundError) and e.name == "kvikio":
-                extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
-                return Availability(False, "the package kvikio is not installed", f"pip install 'monai_gds[{extra}]'")
-            return Availability(False, f"importing kvikio failed: {e}", "install the wheel for your CUDA version")
-        how = "cuFile" if through_cufile() else "its threads and pinned staging"
-        return Availability(True, f"KvikIO {kvikio.__version__} through {how}")
+        return KvikioBackend.probe(device)
 
-    # Reading.
-
-    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        on_device = [tensor.is_cuda for tensor in into]
-        large = reads.nbytes >= limits.KVIKIO_LEAST_BYTES
-        if not any(on_device) or not large.any():
-            return self._posix.start(reads, into)
-        if self._to_move:
-            self._move_threads()
-        if all(on_device) and large.all():
-            return super().start(reads, into)
-        large &= np.array(on_device)[reads.dest]
-        reads = reads.with_room(into)  # only all reads together show the room after each
-        parts = [super().start(reads[large], into), self._posix.start(reads[~large], into)]
-        return Pending.joined(parts, list(into), self.device)
-
-    def _move_threads(self) -> None:
-        """Has KvikIO start its threads again, near the device. It is known only now that CUDA is in use."""
-        threads, self._to_move = self._to_move, 0
-        if near := staging.near(self.device, threads):
-            with cores.staying_on(near):  # new threads stay where the one is that starts them
-                self._kvikio.defaults.set("num_threads", threads)
+    def served_by(self, path: str, expected: Expected) -> str:
+        return self._served_by(path, expected)
 
     def _open(self, path: str, expected: Expected) -> _File:
         fd = files.open_file(path, expected, regular=True)
         try:
-            return _File(fd, self._cu_file(fd, "r", path))
+            return _File(fd, _cu_file(self.kvikio, fd, "r", path))
         except BaseException:
             os.close(fd)
             raise
@@ -177,20 +146,6 @@ class KvikioBackend(QueueBackend):
         with contextlib.suppress(Exception):  # every byte is read by now
             handle.cu_file.close()
         os.close(handle.fd)
-
-    def _cu_file(self, fd: int, flags: str, path: str) -> Any:
-        """Opens the file of a descriptor, since its path may name another file by now.
-
-        Raises:
-            OSError: the system's own error where there is one, because KvikIO's does not name the cause.
-        """
-        try:
-            return self._kvikio.CuFile(f"/proc/self/fd/{fd}", flags)
-        except Exception as e:
-            with files.naming(path):
-                os.close(os.dup(fd))
-            # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
-            raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
 
     def _submit(self, command: Command) -> bool:
         file: _File = command.handle
@@ -229,11 +184,113 @@ class KvikioBackend(QueueBackend):
         start in order: once one more task is complete, all earlier ones have started. Setting the number of threads,
         even to its current value, waits for the running ones.
         """
-        defaults = self._kvikio.defaults
+        defaults = self.kvikio.defaults
         with contextlib.suppress(Exception):  # it fails as the others did
             file.cu_file.pread(np.empty(1, np.uint8), 1).get()
         with contextlib.suppress(Exception):
             defaults.set("num_threads", defaults.get("num_threads"))
+
+
+def _cu_file(kvikio: Any, fd: int, flags: str, path: str) -> Any:
+    """Opens the file of a descriptor, since its path may name another file by now.
+
+    Raises:
+        OSError: the system's own error where there is one, because KvikIO's does not name the cause.
+    """
+    try:
+        return kvikio.CuFile(f"/proc/self/fd/{fd}", flags)
+    except Exception as e:
+        with files.naming(path):
+            os.close(os.dup(fd))
+        # The disk is well: a plain open found the file. cuFile refuses some file systems and containers.
+        raise StorageError(errno.EOPNOTSUPP, f"KvikIO could not open it: {e}", path) from e
+
+
+class KvikioBackend(Backend):
+    """Reads and writes CUDA tensors through KvikIO, https://docs.rapids.ai/api/kvikio/.
+
+    Args:
+        device: a CUDA device.
+        threads: sets KvikIO's number of threads, for the whole process; None: see the module's docstring. With cuFile,
+            KvikIO allocates a pinned bounce buffer per thread, 16 MiB unless set otherwise.
+
+    Raises:
+        BackendUnavailable: from ``open_storage``, where KvikIO is missing or there is no CUDA device.
+        ValueError: ``threads`` is not positive.
+    """
+
+    needs_cuda = True
+
+    def __init__(self, device: torch.device, threads: int | None = None) -> None:
+        check_threads(threads)
+        super().__init__(device)
+        self._threads = threads
+        self._posix = PosixBackend(device)
+        self._staged, self._straight = (_Queue(device, straight, self.served_by) for straight in (False, True))
+        self._to_move = 0  # threads of KvikIO's that this backend had it start, and that may be far from the device
+        self._use: Use = "never"
+        self._ways: dict[str, str] = {}  # by folder
+
+    def open(self) -> None:
+        import kvikio
+        import kvikio.defaults
+
+        self._kvikio = self._staged.kvikio = self._straight.kvikio = kvikio
+        self._use = _use_here()
+        threads = self._threads
+        if threads is None:
+            set_by_user = {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys()
+            threads = default_threads() if kvikio.defaults.get("num_threads") == 1 and not set_by_user else None
+        if threads is not None and kvikio.defaults.get("num_threads") != threads:
+            kvikio.defaults.set("num_threads", threads)
+            self._to_move = threads
+
+    @classmethod
+    def probe(cls, device: torch.device) -> Availability:
+        try:
+            import kvikio
+            import kvikio.defaults
+        except Exception as e:
+            if isinstance(e, ModuleNotFoundError) and e.name == "kvikio":
+                extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
+                return Availability(False, "the package kvikio is not installed", f"pip install 'monai_gds[{extra}]'")
+            return Availability(False, f"importing kvikio failed: {e}", "install the wheel for your CUDA version")
+        return Availability(True, f"KvikIO {kvikio.__version__} through {_HOWS[_use_here()]}")
+
+    # Reading.
+
+    def served_by(self, path: str, expected: Expected) -> str:
+        """What serves large reads of a file; found out once for each folder."""
+        if self._use == "never":
+            return stages.STAGED
+        folder = os.path.dirname(path)
+        if folder not in self._ways:
+            direct = all(one.holds for one in cufile.conditions(Path(folder), ROOT))
+            otherwise = stages.COMPATIBLE if self._use == "always" else stages.STAGED
+            self._ways[folder] = stages.DIRECT if direct else otherwise
+        return self._ways[folder]
+
+    def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
+        large = reads.nbytes >= limits.KVIKIO_LEAST_BYTES
+        large &= np.array([tensor.is_cuda for tensor in into], bool)[reads.dest]
+        if not large.any():
+            return self._posix.start(reads, into)
+        if self._to_move:
+            self._move_threads()
+        straight = large & np.array([self.served_by(path, None) != stages.STAGED for path in reads.paths])[reads.file]
+        choices = ((self._staged, large & ~straight), (self._straight, straight), (self._posix, ~large))
+        parts: list[tuple[Backend, np.ndarray]] = [(one, which) for one, which in choices if which.any()]
+        if len(parts) == 1:
+            return parts[0][0].start(reads, into)
+        reads = reads.with_room(into)  # only all reads together show the room after each
+        return Pending.joined([one.start(reads[which], into) for one, which in parts], list(into), self.device)
+
+    def _move_threads(self) -> None:
+        """Has KvikIO start its threads again, near the device. It is known only now that CUDA is in use."""
+        threads, self._to_move = self._to_move, 0
+        if near := staging.near(self.device, threads):
+            with cores.staying_on(near):  # new threads stay where the one is that starts them
+                self._kvikio.defaults.set("num_threads", threads)
 
     # Writing.
 
@@ -243,7 +300,7 @@ class KvikioBackend(QueueBackend):
             return
         torch.cuda.current_stream(self.device).synchronize()  # KvikIO does not wait for what fills the buffers
         with files.new_file(path, files.total_bytes(buffers), durable=durable, mode=mode) as fd:
-            cu_file = self._cu_file(fd, "r+", path)
+            cu_file = _cu_file(self._kvikio, fd, "r+", path)
             try:
                 _write_parts(fd, cu_file, buffers)
             finally:
@@ -251,19 +308,19 @@ class KvikioBackend(QueueBackend):
                     cu_file.close()
 
     def close(self) -> None:
-        super().close()
-        self._posix.close()
+        for one in (self._staged, self._straight, self._posix):
+            one.close()
 
     def describe(self) -> dict[str, Any]:
         defaults = self._kvikio.defaults
         threads = defaults.get("num_threads")
         # KvikIO's own bounce buffers are used only where it is given device memory.
-        bounce = defaults.get("bounce_buffer_size") * threads if self.reaches_gpu else 0
+        bounce = defaults.get("bounce_buffer_size") * threads if {*self._ways.values()} - {stages.STAGED} else 0
         return {
             **self._posix.describe(),
             "kvikio_threads": threads,
             "task_bytes": limits.KVIKIO_TASK_BYTES,
-            "cufile": self.reaches_gpu,
+            "cufile": self._use,
             "pinned_bytes": bounce + staging.pinned_bytes(self.device),
         }
 

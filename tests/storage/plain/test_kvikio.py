@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monai_gds.base.stages import COMPATIBLE, DIRECT, HOST, STAGED, WAYS, Watch, measured
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.limits import KVIKIO_LEAST_BYTES, KVIKIO_PIECE_BYTES, KVIKIO_TASK_BYTES, KVIKIO_TASKS
 from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, available_backends, files, open_storage
@@ -26,6 +27,7 @@ from monai_gds.storage.plain import kvikio as kvikio_module
 from monai_gds.storage.plain.kvikio import KvikioBackend
 from monai_gds.testing import WriteContract
 from monai_gds.testing.tools import bytes_of, content, descriptors
+from tests.doctor.laid import Laid
 from tests.storage import simulated
 from tests.storage.full_contract import CudaFullContract
 
@@ -34,9 +36,7 @@ CUDA = "cuda:0"
 
 def straight(backend: KvikioBackend) -> KvikioBackend:
     """Has a backend hand device memory to KvikIO, as it does where cuFile works."""
-    backend.open()
-    backend.reaches_gpu, backend.piece_bytes = True, KVIKIO_TASK_BYTES
-    backend.open = lambda: None  # type: ignore[method-assign]  # of the storage, which would find out by itself
+    backend.served_by = lambda path, expected: DIRECT  # type: ignore[method-assign]
     return backend
 
 
@@ -76,7 +76,7 @@ def test_sets_the_threads_that_nobody_set_and_no_more(tmp_path: Path) -> None:
     storage.close()
     assert {name: kvikio.defaults.get(name) for name in names} == before
     assert (tmp_path / "out.bin").read_bytes() == content(9 << 20)
-    assert isinstance(storage.describe()["cufile"], bool)
+    assert storage.describe()["cufile"] in ("always", "by folder", "never")
     assert "KvikIO" in available_backends("cuda")["kvikio"].reason
 
 
@@ -364,21 +364,60 @@ def test_simulated_threads_are_set_where_nobody_set_them(
 
 
 @pytest.mark.parametrize(
-    ("compat", "module", "forced", "expected"),
-    [(False, False, False, False), (False, True, False, True), (False, False, True, True), (True, True, True, False)],
+    ("compat", "loaded", "forced", "use", "words"),
+    [
+        (False, False, False, "never", "its threads"),  # cuFile would copy through the host, more slowly than we do
+        (False, True, False, "by folder", "cuFile in folders"),
+        (False, False, True, "always", "through cuFile"),
+        (True, True, True, "never", "its threads"),
+    ],
 )
-def test_simulated_cufile_is_used_where_it_reaches_the_device(
+def test_simulated_where_cufile_is_used(
     kvikio: simulated.KvikIO, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    compat: bool, module: bool, forced: bool, expected: bool,
+    compat: bool, loaded: bool, forced: bool, use: str, words: str,
 ) -> None:  # fmt: skip
-    """Not wherever its library is: without nvidia-fs it copies through the host, more slowly than we do."""
+    laid = Laid(tmp_path)
+    monkeypatch.setattr(kvikio_module, "ROOT", laid.root)
+    if loaded:
+        laid.with_nvidia_fs("nvme")
     kvikio.prefers_compat_mode = compat
-    monkeypatch.setattr(kvikio_module, "NVIDIA_FS", "/" if module else str(tmp_path / "missing"))
     kvikio.settings["compat_mode"] = "OFF" if forced else "AUTO"
-    backend = KvikioBackend(simulated.GPU)
-    backend.open()
-    assert backend.describe()["cufile"] is backend.reaches_gpu is expected
-    assert ("cuFile" in KvikioBackend.probe(simulated.GPU).reason) is expected
+    assert Storage(KvikioBackend(simulated.GPU)).describe()["cufile"] == use
+    assert words in KvikioBackend.probe(simulated.GPU).reason
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_simulated_each_folder_is_read_by_what_suits_it_and_that_is_counted(
+    kvikio: simulated.KvikIO, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: bool
+) -> None:
+    """Of one submission: a large file on an NVMe drive and one on another disk, a small file, and host memory."""
+    laid = Laid(tmp_path)
+    laid.on_nvme()
+    laid.with_nvidia_fs("nvme")
+    laid.file("run/udev/data/b259:3", "E:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n")
+    monkeypatch.setattr(kvikio_module, "ROOT", laid.root)
+    kvikio.prefers_compat_mode = False
+    kvikio.settings["compat_mode"] = "OFF" if forced else "AUTO"
+    sizes = {laid.cache / "large": 9 << 20, tmp_path / "large": 7 << 20, laid.cache / "small": 5000,
+             laid.cache / "host": 3 << 20}  # fmt: skip
+    for path, nbytes in sizes.items():
+        path.write_bytes(content(nbytes, nbytes % 251))
+    watched = Watch()
+    storage = Storage(KvikioBackend(simulated.GPU))
+    reads = Reads.join([Reads.of(str(path), [(0, nbytes)]) for path, nbytes in sizes.items()])
+    into = [torch.empty(n, dtype=torch.uint8) if path.name == "host" else dest(n) for path, n in sizes.items()]
+    with measured(watched):
+        got = storage.fill(reads, into).wait()
+    storage.close()
+    assert [bytes_of(tensor) for tensor in got] == [path.read_bytes() for path in sizes]
+    assert {way: watched.counts[way] for way in WAYS if watched.counts[way]} == (
+        {DIRECT: 9 << 20, COMPATIBLE: 7 << 20, STAGED: 5000, HOST: 3 << 20}
+        if forced
+        else {DIRECT: 9 << 20, STAGED: (7 << 20) + 5000, HOST: 3 << 20}
+    )
+    assert watched.counts["bytes"] == sum(sizes.values())
+    pieces = max(nbytes for offset, nbytes in kvikio.reads)
+    assert pieces <= KVIKIO_TASK_BYTES if forced else pieces > KVIKIO_TASK_BYTES, "one goes through a slot"
 
 
 # Writes.

@@ -22,7 +22,6 @@ from monai_gds.storage import registry
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.plain.kvikio import KvikioBackend
-from monai_gds.storage.queue import QueueBackend
 from monai_gds.storage.reads import Reads
 from monai_gds.testing.tools import descriptors
 from monai_gds.tiles import blosc
@@ -49,14 +48,14 @@ class OnTheHost(KvikioBackend):
 
     def __init__(self, device: torch.device, **options: Any) -> None:
         super().__init__(device, **options)
-        self.piece_bytes = 512 << 10
+        self._staged.piece_bytes = 512 << 10
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
         return Availability(True, "")
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
-        return QueueBackend.start(self, reads, into)
+        return self._staged.start(reads, into)
 
 
 class Make(Transform):  # type: ignore[misc]  # MONAI is untyped

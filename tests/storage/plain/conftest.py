@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.doctor.conftest import laid
+
+__all__ = ["laid"]
