@@ -144,7 +144,7 @@ def _argument(value: Any, tensors: dict[int, int], numbers: list[Any]) -> _Argum
 
 
 class Functions:
-    """The functions for programs that are replayed on a device. Those that fail once are not used again."""
+    """The functions for programs that are replayed on a device. What cannot be built once is not tried again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
