@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import digest_of
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.items.tree import encode_item
 from monai_gds.keys.key import Key, Pipeline

@@ -22,6 +22,13 @@ KEEPS_ZEROS = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0xF2F52010,
 #: File systems on a drive or in the memory of this machine: those above, and overlayfs, ZFS, bcachefs.
 LOCAL = KEEPS_ZEROS | {0x794C7630, 0x2FC12FC1, 0xCA451A4E}
 
+#: Over what drives of other machines are reached, by their transport (/sys/class/nvme/*/transport), their driver, or a
+#: folder above them in sysfs.
+_OVER = {
+    "nvme tcp": "NVMe over TCP", "nvme rdma": "NVMe over RDMA", "nvme fc": "NVMe over Fibre Channel",
+    "rbd": "Ceph RBD", "nbd": "NBD", "drbd": "DRBD", "session": "iSCSI", "rport-": "Fibre Channel",
+}  # fmt: skip
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,6 +75,30 @@ def mounts(proc: Path) -> Iterator[Mount]:
         kind, source, rest = right.split(" ", 2)
         options = f"{own},{rest.split(' ')[-1]}"
         yield Mount(number, number_of_device, _unescape(point), kind, _unescape(source), options)
+
+
+def reached_over(number: str, root: Path) -> str:
+    """Over what a block device, ``major:minor``, is reached if its drive is in another machine; empty if it is not.
+
+    Its file system is local all the same: only this machine writes to it. Partitions, device-mapper and md are followed
+    to the drives below, of which one in another machine is enough.
+    """
+    return _reached_over((root / "sys/dev/block" / number).resolve())
+
+
+def _reached_over(device: Path) -> str:
+    if (device / "partition").exists():
+        device = device.parent
+    for below in sorted((device / "slaves").glob("*")):
+        if over := _reached_over(below.resolve()):
+            return over
+    if driver := re.match(r"rbd|nbd|drbd", device.name):
+        return _OVER[driver[0]]
+    transports = (device / "device/transport", *(device / "device").glob("nvme*/transport"))  # the latter of multipath
+    if transport := next((file.read_text().strip() for file in transports if file.exists()), ""):
+        return _OVER.get(f"nvme {transport}", "")
+    above = re.search(r"/(session|rport-)\d.*/target", str(device))
+    return _OVER[above[1]] if above else ""
 
 
 def _unescape(text: str) -> str:

@@ -20,6 +20,7 @@ from monai.transforms import (
     Spacingd,
 )
 
+from monai_gds.base import cores
 from monai_gds.base.console import progress, say, show, stdout
 from monai_gds.bench.comparison import (
     META,
@@ -113,9 +114,9 @@ def run(
     competitors = {**peers, OURS: Competitor(ours), OURS_LOADER: Competitor(ours, GDSDataLoader)}
     with ours(items, Compose(deterministic()), cache / "0", target) as half:
         say(f"target {target}, backend {half.backend} ({half.backend_reason})")
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    if load > cores / 2:
-        say(f"This machine is busy (load {load:.1f} on {cores} cores), which hides differences, and may invent some.")
+    usable, load = cores.usable(), os.getloadavg()[0]
+    if load > usable / 2:
+        say(f"This machine is busy (load {load:.1f} on {usable} cores), which hides differences, and may invent some.")
     reports = []
     with progress(stdout) as bars:
         for number, (what, transform) in enumerate(pipelines(size).items()):

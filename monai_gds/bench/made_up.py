@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nibabel
 import numpy as np
+
+from monai_gds.base import cores
 
 #: Average size of the JPEGs in ImageNet's training set: 138 GB in 1,281,167 files.
 _MEAN_BYTES = 110_000
@@ -77,7 +78,7 @@ def write_volumes(folder: str | Path, count: int, size: Sequence[int]) -> list[d
                 nibabel.save(nibabel.Nifti1Image(volume, affine), part)
                 part.rename(path)
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # each takes a few times the volume's memory
+    with ThreadPoolExecutor(min(8, cores.usable())) as pool:  # each takes a few times the volume's memory
         list(pool.map(write, range(count)))
     return find_pairs(folder)[:count]
 

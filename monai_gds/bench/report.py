@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import statistics
 import sys
@@ -21,6 +20,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from monai_gds.base import cores
 from monai_gds.base.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
 
@@ -139,7 +139,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **({} if in_notebook else {"command": " ".join([program, *sys.argv[1:]])}),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores.usable(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from monai_gds.base import cores
 from monai_gds.base.console import progress_bar, stderr
 from monai_gds.command.options import DeviceOption, HeapOption, JsonOption, one_of
 
@@ -107,7 +107,7 @@ def loaders(
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
     has_folder = datadir is not None or make is not None
     wanted = _readers(reader, by_blocks, options, has_folder)
-    counts = threads or [t for t in (1, 2, 4, 8, 16) if t <= (os.cpu_count() or 1)]
+    counts = threads or [t for t in (1, 2, 4, 8, 16) if t <= cores.usable()]
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-") as made:
         temporary = Path(made)
         folder = image_folder(datadir if has_folder else bmap, make, temporary)

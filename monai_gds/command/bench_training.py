@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from monai_gds.base import cores
 from monai_gds.base.console import progress, stderr
 
 _ShapeOption = Annotated[
@@ -61,7 +61,7 @@ def training(
     names = [name for name in PEERS if not only or any(text.lower() in name.lower() for text in only)]
     if missing := [text for text in only or () if not any(text.lower() in name.lower() for name in PEERS)]:
         raise typer.BadParameter(f"{missing[0]!r} is in none of: {'; '.join(PEERS)}", param_hint="--only")
-    count, used = volumes or (48 if on_gpu else 8), workers or min(8, len(os.sched_getaffinity(0)))
+    count, used = volumes or (48 if on_gpu else 8), workers or min(8, cores.usable())
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     # After Ctrl-C a peer's worker may still be writing.

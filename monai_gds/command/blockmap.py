@@ -145,6 +145,9 @@ def show_map(
         table.add_row("made in", escape(origin.parent))
         table.add_row("file system", escape(f"{origin.kind}, UUID {origin.uuid}, from byte {origin.start} of the disk"))
         table.add_row("disk", escape(f"{origin.disk.path}, {origin.disk.number}, {origin.disk.nbytes / 1e9:.1f} GB"))
+        if (array := origin.disk.array) is not None:
+            drives = ", ".join(disk.path for disk in origin.disk.members)
+            table.add_row("its drives", escape(f"{drives}, in turns of {array.chunk} bytes"))
     else:
         table.add_row("format", "plain: without sizes, disk and file system")
     table.add_row("block", f"{blocks.block_size} bytes")

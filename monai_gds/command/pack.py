@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from monai_gds.base import cores
 from monai_gds.base.console import progress_bar, say
 
 app = typer.Typer()
@@ -41,7 +41,7 @@ def pack(
     if out.resolve().is_relative_to(root.resolve()):
         raise typer.BadParameter(f"{out} is inside {root}, where it would count as a class", param_hint="OUT")
     images, done = list_folder(root), is_packed(out)
-    workers = ThreadPoolExecutor(num_workers or min(8, os.cpu_count() or 1))
+    workers = ThreadPoolExecutor(num_workers or min(8, cores.usable()))
     with progress_bar("packing", len(images)) as progress, workers as executor:
         pack_folder(
             images, out, file_bytes=file_mb << 20, max_side=max_side, quality=quality, executor=executor,

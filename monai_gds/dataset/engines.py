@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monai_gds import limits
+from monai_gds.base import cores
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Session
@@ -143,8 +144,8 @@ def default_workers(items: int) -> int:
     if items < 2 or torch.cuda.is_initialized() or multiprocessing.current_process().daemon:  # type: ignore[no-untyped-call]
         return 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: they share the cores
-    cores = len(os.sched_getaffinity(0)) // max(ranks, 1)
-    return min(cores, items, limits.POPULATE_WORKERS) if cores > 1 else 0
+    share = cores.usable() // max(ranks, 1)
+    return min(share, items, limits.POPULATE_WORKERS) if share > 1 else 0
 
 
 class OverExecutor:

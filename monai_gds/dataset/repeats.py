@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from monai_gds import limits
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import digest_of
 from monai_gds.base.notices import Notice
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import CacheWarning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from monai_gds.base import cores
 from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import UDEV_PROPERTIES, Access, Machine, Place
 
@@ -61,6 +63,7 @@ def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -
     return [
         gpu(machine, answers),
         torch(answers),
+        usable_cores(machine, answers),
         directory(place, unwritable),
         sharing(place),
         *_direct_storage(machine, place, answers),
@@ -125,13 +128,40 @@ def torch(answers: Answers) -> Finding:
     return Finding("torch", Status.OK, f"{values['version']}, {built}", details=details)
 
 
+def usable_cores(machine: Machine, answers: Answers) -> Finding:
+    """How many cores there are for threads and workers, why no more, and which of them are near the GPU."""
+    allowed, quota = cores.allowed(), machine.quota
+    usable, total = math.ceil(min(len(allowed), quota)), os.cpu_count() or 1
+    words = [f"{usable} of {total} may be used"]
+    if quota < len(allowed):
+        words.append(f"the quota of the control group is {quota:g}")
+    elif usable < total:
+        words.append("the affinity of the process allows no others")
+    details = {"usable": usable, "allowed": len(allowed), "quota": None if math.isinf(quota) else quota}
+    target = answers["torch"].values.get("target", "")
+    if target.startswith("cuda:"):
+        node, on_node = machine.node_of(_devices(answers)[int(target.removeprefix("cuda:"))].get("pci", ""))
+        near = allowed & on_node
+        details |= {"node": node, "near": len(near)}
+        words += [f"{target} is on NUMA node {node}"] if node >= 0 else []
+        if on_node and not near:
+            words[-1] += ", of whose cores none may be used"
+            remedy = f"use those of the GPU's node: numactl --cpunodebind={node} --preferred={node} python …"
+            return Finding("cores", Status.NOTE, "; ".join(words), remedy, details)
+        if near and near != allowed:
+            words[-1] += f", and up to {len(near)} threads that read for it stay there"
+    return Finding("cores", Status.OK, "; ".join(words), details=details)
+
+
 def directory(place: Place, unwritable: str) -> Finding:
     """The cache directory's file system, and whether files can be created there."""
     mount, drive = place.mount, place.drive
     words = [f"{place.folder}: unknown"]
     if mount is not None:
-        model = f" ({drive.model})" if drive and drive.model else ""
-        words = [f"{place.folder}: {mount.kind} on {mount.source}{model}, mounted at {mount.point}"]
+        over = f"in another machine: {drive.over}" if drive and drive.over else ""
+        about = ", ".join(filter(None, [drive.model, over])) if drive else ""
+        kind = f"{mount.kind} on {mount.source}{f' ({about})' if about else ''}"
+        words = [f"{place.folder}: {kind}, mounted at {mount.point}"]
     unit, size = ("GB", 1e9) if place.nbytes >= 1e9 else ("MB", 1e6)
     words.append(f"{place.free_bytes / size:.1f} of {place.nbytes / size:.1f} {unit} free")
     if drive is not None and drive.errors:
@@ -149,6 +179,7 @@ def directory(place: Place, unwritable: str) -> Finding:
         "options": mount.options if mount else None,
         "drive": drive.name if drive else None,
         "nvme": bool(drive and drive.is_nvme),
+        "over": drive.over if drive else "",
         "errors": dict(drive.errors) if drive else {},
         "number": place.number or None,
         "writable": not unwritable,
@@ -174,6 +205,8 @@ def _advice_on(place: Place) -> str:
             "on a CPU target, a page of a mapped record that cannot be read ends the process (SIGBUS): give "
             "CacheOptions(mmap=False), with which such a record is computed again, and replace the drive if it fails"
         )
+    if place.drive is not None and place.drive.over:
+        return "what is not in the page cache comes from another machine: a local drive serves cached epochs better"
     if place.drive is not None and place.drive.rotates:
         return "it is on a spinning disk: records that do not fit into the page cache are read slowly"
     if place.free_bytes < 1 << 30:
@@ -327,6 +360,8 @@ def libxnvme(answers: Answers) -> Finding:
         problem = answer.error or str(values["problem"])
         return Finding("libxnvme", Status.MISSING, problem, str(values.get("remedy", "")))
     built = f"; built with {', '.join(values['drivers'])}" if values["drivers"] else ""
+    if values["sharing"]:
+        built += f"; several processes can read one drive by {', '.join(values['sharing'])}"
     return Finding("libxnvme", Status.OK, f"{values['version']} at {values['found']}{built}", "", values)
 
 

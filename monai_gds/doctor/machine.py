@@ -26,7 +26,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monai_gds.base.file_systems import Mount, mounts, opened
+from monai_gds.base import cores
+from monai_gds.base.file_systems import Mount, mounts, opened, reached_over
 
 #: Properties of a block device that libcufile looks up in udev's database.
 UDEV_PROPERTIES = ("ID_FS_TYPE", "ID_FS_USAGE")
@@ -48,10 +49,12 @@ class Drive:
     model: str  # empty if unknown
     rotates: bool  # as the kernel reports it; False for a hypervisor's disk, where that means nothing
     errors: Mapping[str, int]  # its counters of errors that are not zero, by what they count
+    over: str  # what it is reached over if it is in another machine; see reached_over()
 
     @property
     def is_nvme(self) -> bool:
-        return self.name.startswith("nvme")
+        """Whether it is an NVMe drive of this machine."""
+        return self.name.startswith("nvme") and not self.over
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class Machine:
         is_virtual = whole.name.startswith(("vd", "xvd"))
         rotates = _text(whole / "queue/rotational").strip() == "1"
         errors = {what: count for what, count in self._errors(whole, folder.resolve().name) if count}
-        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual, errors)
+        over = reached_over(number, self.root)
+        return Drive(whole.name, _text(whole / "device/model").strip(), rotates and not is_virtual, errors, over)
 
     def _errors(self, whole: Path, name: str) -> Iterator[tuple[str, int]]:
         """What the kernel and the drive count: the disk's folder in sysfs, and the name of its partition."""
@@ -158,6 +162,16 @@ class Machine:
         text = self._text("/proc/driver/nvidia/version")
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
         return Driver(match[1], "Open Kernel Module" in text) if match else None
+
+    @cached_property
+    def quota(self) -> float:
+        """How many processors' worth of time this process's control groups allow it."""
+        return cores.quota(self.root)
+
+    def node_of(self, pci: str) -> tuple[int, frozenset[int]]:
+        """The NUMA node of a PCI device, -1 if unknown or none, and the node's processors."""
+        node = self._text(f"/sys/bus/pci/devices/{pci}/numa_node").strip() or "-1"
+        return int(node), cores.near(pci, self.root)
 
     @cached_property
     def container(self) -> str | None:

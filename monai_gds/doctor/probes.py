@@ -26,13 +26,16 @@ def torch(device: str | None) -> dict[str, Any]:
     import torch
 
     from monai_gds.storage import backend_names, resolve_device
+    from monai_gds.storage.staging import pci_address
 
     found = []
     problem = target = refused = ""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
-            found.append({"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"})
+            pci = pci_address(torch.device("cuda", index))
+            about = {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}", "pci": pci}
+            found.append(about)
     elif torch.version.cuda is not None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -82,7 +85,8 @@ def libxnvme() -> dict[str, Any]:
         library = binding.load()
     except BackendUnavailable as e:
         return {"problem": str(e), "remedy": binding.HOW_TO_GET_IT}
-    return {"version": library.version(), "drivers": library.drivers(), "found": library.describe()}
+    drivers = {"drivers": library.drivers(), "sharing": library.sharing_drivers()}
+    return {"version": library.version(), "found": library.describe(), **drivers}
 
 
 def disk(directory: str) -> dict[str, Any]:
@@ -95,13 +99,17 @@ def disk(directory: str) -> dict[str, Any]:
 
     with opened(directory, os.O_DIRECTORY) as fd:
         fs = FileSystem.of(fd, directory)
-    problem = ""
-    try:
-        os.close(fs.disk.open())
-    except OSError as e:
-        problem = os.strerror(e.errno) if e.errno else str(e)
-    remedy = how_to_be_let_read(fs.disk.path) if problem else ""
-    return {"kind": fs.kind, "disk": fs.disk.path, "readable": not problem, "problem": problem, "remedy": remedy}
+    problem = remedy = ""
+    for drive in fs.disk.drives:
+        try:
+            os.close(drive.open())
+        except OSError as e:
+            problem = os.strerror(e.errno) if e.errno else str(e)
+            remedy = how_to_be_let_read(drive.path)
+    disk = fs.disk.path
+    if fs.disk.members:
+        disk += f", which lies on {', '.join(drive.path for drive in fs.disk.members)}"
+    return {"kind": fs.kind, "disk": disk, "readable": not problem, "problem": problem, "remedy": remedy}
 
 
 def cufile(device: str | None, folder: str) -> dict[str, Any]:

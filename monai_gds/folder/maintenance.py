@@ -19,8 +19,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from monai_gds.base.digest import digest_of
 from monai_gds.base.dtypes import DTYPES
+from monai_gds.base.names import digest_of
 from monai_gds.errors import DamagedRecord, RecordError
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.folder.uses import Used

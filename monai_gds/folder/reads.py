@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from monai_gds import limits
-from monai_gds.base.data_root import above, below
+from monai_gds.base.names import above, below
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.notes import Notes
 from monai_gds.shared.temporary import ANY

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from monai_gds.base import data_root
 from monai_gds.base.dtypes import MOST_AXES
+from monai_gds.base.names import above
 from monai_gds.errors import DamagedRecord, NewerRecord, RecordError
 from monai_gds.items.encoding import ARRAY_ALIGNMENT
 from monai_gds.items.types import GONE, MAX_DEPTH, Type, gone, numpy_dtype
@@ -141,7 +141,7 @@ class Parser:
             raise DamagedRecord(f"it holds {rest!r} in place of a path")
         if self.root is None:
             raise DamagedRecord(f"it holds a path below a data root ({rest!r}): give the root (root=)")
-        return data_root.above(rest, self.root)
+        return above(rest, self.root)
 
     def use(self, name: str) -> None:
         """Notes that the tree uses a tensor. Raises DamagedRecord unless it is there, and used for the first time."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from monai_gds.base import data_root
+from monai_gds.base.names import below
 from monai_gds.errors import UnsupportedType
 from monai_gds.items.passthrough import ItemValues
 from monai_gds.items.types import MAX_DEPTH, Codec, codec_for
@@ -100,12 +100,12 @@ class Encoder:
 
     def text(self, value: str) -> Any:
         """The node of a string, relative to the data root if it is below it."""
-        rest = None if self._root is None else data_root.below(value, self._root)
+        rest = None if self._root is None else below(value, self._root)
         return value if rest is None else {"$root": rest}
 
     def has_rooted(self, texts: Iterable[str]) -> bool:
         """Whether any of these strings is at or below the data root."""
-        return self._root is not None and any(data_root.below(text, self._root) is not None for text in texts)
+        return self._root is not None and any(below(text, self._root) is not None for text in texts)
 
     def members(self, value: Any, path: Path) -> list[Any]:
         """The nodes of a container's members."""

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 import xxhash
 
-from monai_gds.base.data_root import below
+from monai_gds.base.names import below
 from monai_gds.errors import HashingError
 from monai_gds.keys.code import Code, join
 from monai_gds.keys.of_libraries import BY_TYPE, COMPUTED, TRANSIENT, writes_files

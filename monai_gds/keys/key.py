@@ -41,8 +41,7 @@ from typing import Any, Literal
 import xxhash
 
 from monai_gds import limits
-from monai_gds.base.data_root import below
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import below, digest_of
 from monai_gds.errors import HashingError
 from monai_gds.keys.hashing import canonical_hash, hash_item
 from monai_gds.keys.source_names import absolute, candidates

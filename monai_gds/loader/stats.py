@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from monai_gds.base import cores
 from monai_gds.base.stages import Watch
 from monai_gds.errors import FailedItem
 
@@ -41,12 +41,12 @@ _REMEDIES = {
 
 def _of_random(in_workers: bool) -> str:
     """What to do about random transforms on this machine."""
-    cores = len(os.sched_getaffinity(0))
+    usable = cores.usable()
     ways = []
     if in_workers:
         ways.append("more workers are faster while processor cores are idle")
-    elif cores > 1:
-        ways.append(f"run them in workers (num_workers={min(_WORKERS, cores)})")
+    elif usable > 1:
+        ways.append(f"run them in workers (num_workers={min(_WORKERS, usable)})")
     if torch.cuda.is_available():
         ways.append("run them on the GPU (device=None)")
     return ", or ".join(ways) or "this machine has one core and no GPU, so only fewer or cheaper ones take less time"

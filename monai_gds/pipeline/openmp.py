@@ -15,9 +15,12 @@ import threading
 
 import torch
 
+from monai_gds.base import cores
 from monai_gds.base.process import PerProcess
 
-#: The load per processor from which a machine is busy. A process that computes on all of them makes 1 by itself.
+#: The load from which a machine is busy, per core that this process may use. A process that computes on all of them
+#: makes 1 by itself. In a container the load includes that of other cores, so threads sleep sooner than they have to:
+#: the other way round, they would spend the quota on spinning.
 LOAD_OF_BUSY_MACHINES = 1.5
 
 #: torch divides operations on more elements than this among threads.
@@ -29,7 +32,7 @@ _BEGIN_SECONDS = 10.0
 
 def heed_load() -> None:
     """Makes OpenMP's threads of this process wait asleep if the machine is busy, and spin if it is not."""
-    _surplus().keep(os.getloadavg()[0] >= LOAD_OF_BUSY_MACHINES * (os.cpu_count() or 1))
+    _surplus().keep(os.getloadavg()[0] >= LOAD_OF_BUSY_MACHINES * cores.usable())
 
 
 class _Surplus:

@@ -82,8 +82,8 @@ from typing import Any, TypeVar
 import torch
 
 from monai_gds.base import checksum as _checksum
-from monai_gds.base.digest import digest_of
 from monai_gds.base.dtypes import name_of
+from monai_gds.base.names import digest_of
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
 from monai_gds.items.tree import EncodedItem, tensor_bytes
 from monai_gds.records.compression import WHOLE, Compression, Lookup

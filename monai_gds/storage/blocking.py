@@ -11,7 +11,6 @@ over threads, copies them to the GPU through pinned staging, and names the file 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from monai_gds import limits
+from monai_gds.base import cores
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, plan, staging
 from monai_gds.storage.backend import Backend, check_threads
@@ -200,11 +200,11 @@ class BlockingBackend(Backend):
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         super().__init__(device)
         check_threads(threads)
-        self.threads = threads or max(4, min(8, os.cpu_count() or 4))
+        self.threads = threads or max(4, min(8, cores.usable()))
         self.latency = Latency()
         self._most_threads = threads or max(self.threads, limits.SLOW_READS)
         self._under_way: weakref.WeakSet[Work[Any]] = weakref.WeakSet()
-        self._executors: dict[int, ThreadPoolExecutor] = {}  # by their number of threads
+        self._executors: dict[tuple[int, frozenset[int]], ThreadPoolExecutor] = {}  # by their threads and processors
         self._lock = threading.Lock()
 
     # What a backend implements, besides ``_open`` and ``_close`` unless it reads from a plain descriptor.
@@ -358,11 +358,12 @@ class BlockingBackend(Backend):
     def _run_in_threads(self, work: Work[Any]) -> None:
         """Processes the work in the pool of threads, or in this thread if no other can be started."""
         threads = self._most_threads if self.is_slow else self.threads
+        near = staging.near(self.device, self.threads)
         try:
             with self._lock:
-                if threads not in self._executors:
-                    self._executors[threads] = ThreadPoolExecutor(threads, f"monai-gds-{self.name}")
-                executor = self._executors[threads]
+                if (executor := self._executors.get((threads, near))) is None:
+                    executor = ThreadPoolExecutor(threads, f"monai-gds-{self.name}", cores.stay_on, (near,))
+                    self._executors[threads, near] = executor
             for _ in range(min(threads, len(work))):
                 executor.submit(work.run)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage

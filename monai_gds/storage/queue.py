@@ -24,6 +24,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from monai_gds import limits
+from monai_gds.base import cores
 from monai_gds.base.process import Changes
 from monai_gds.storage import files, plan, staging
 from monai_gds.storage.backend import Backend
@@ -308,7 +309,8 @@ class _Pump:
                 self._changed.notify_all()
                 return
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"monai-gds-{self._backend.name}")
+                name, near = f"monai-gds-{self._backend.name}", staging.near(self.device)
+                self._executor = ThreadPoolExecutor(1, name, cores.stay_on, (near,))
             with suppress(RuntimeError):  # the process is ending, or may start no more threads
                 self._executor.submit(self._work, self._executor)
                 return

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from monai_gds import limits
+from monai_gds.base import cores
 from monai_gds.base.process import PerProcess
 from monai_gds.storage.files import ALIGNMENT, Buffer, as_bytes_view, write_all
 
@@ -103,6 +104,36 @@ def hand_off(dests: Sequence[torch.Tensor], device: torch.device, after: torch.c
     current.wait_event(after)
     for dest in dests:
         dest.record_stream(current)
+
+
+def pci_address(device: torch.device) -> str:
+    """The name of a CUDA device below /sys/bus/pci/devices; empty with an old torch, which does not tell it."""
+    gpu = torch.cuda.get_device_properties(device)
+    try:
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+    except AttributeError:
+        return ""
+
+
+def _find_near(device: torch.device) -> frozenset[int]:
+    allowed = cores.allowed()
+    found = allowed & cores.near(pci_address(device), cores.ROOT)
+    return found if found != allowed else frozenset()
+
+
+_near = PerProcess(_find_near)
+
+
+def near(device: torch.device, threads: int = 1) -> frozenset[int]:
+    """The processors on which threads that fill memory for a device stay, so that it is on the device's NUMA node.
+
+    Empty where all that this process may use are near, or fewer than the ``threads``; and before it has used CUDA,
+    which asking would begin.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return frozenset()
+    found = _near(device)
+    return found if len(found) >= threads else frozenset()
 
 
 class StagingSlot:
@@ -266,7 +297,8 @@ class StagingPool:
         with self._lock:  # also while the slot is made: whoever then finds the limit reached can rely on it
             if self._made >= self._limit:
                 return None
-            slot = StagingSlot(self.slot_bytes)
+            with cores.staying_on(near(self.device)):  # the kernel gives memory of the node of the thread that asks
+                slot = StagingSlot(self.slot_bytes)
             self._made += 1
             return slot
 

@@ -13,7 +13,7 @@ from monai_gds.doctor.machine import Machine
 
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
 CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
-H100 = {"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000, "capability": "9.0"}
+H100 = {"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000, "capability": "9.0", "pci": "0000:17:00.0"}
 
 
 class Laid:
@@ -45,6 +45,25 @@ class Laid:
         link = self.root / "sys/dev/block" / number
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(self.root / whole / partition)
+
+    def over_iscsi(self) -> None:
+        self.mount("ext4", "8:16", "/dev/sdb")
+        self.file("sys/devices/platform/host3/session1/target3:0:0/3:0:0:1/block/sdb/queue/rotational", "1\n")
+        link = self.root / "sys/dev/block/8:16"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(self.root / "sys/devices/platform/host3/session1/target3:0:0/3:0:0:1/block/sdb")
+
+    def on_node(self, node: int, local: str) -> None:
+        """Puts the GPU on a NUMA node with these cores."""
+        self.file("sys/bus/pci/devices/0000:17:00.0/numa_node", f"{node}\n")
+        self.file("sys/bus/pci/devices/0000:17:00.0/local_cpulist", f"{local}\n")
+
+    def with_quota(self, cores: float) -> None:
+        """Limits the control group of this process, as Docker does."""
+        with (self.root / "proc/self/mountinfo").open("a") as table:
+            table.write("30 22 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+        self.file("proc/self/cgroup", "0::/\n")
+        self.file("sys/fs/cgroup/cpu.max", f"{round(cores * 100_000)} 100000\n")
 
     def with_gpu(self, driver: str = OPEN_DRIVER) -> None:
         self.file("proc/driver/nvidia/version", driver)

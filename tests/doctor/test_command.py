@@ -19,6 +19,7 @@ from tests.commands import Done, on_a_terminal
 from tests.fresh import warm
 from tests.loopdisk import loop_disk, not_permitted
 from tests.machines import ROOT, mounted_tmpfs, read_only
+from tests.storage.blockmap.striped import ARRAYS, striped
 
 
 def doctor(*arguments: object) -> Done:
@@ -40,7 +41,7 @@ def test_json_is_all_that_is_printed_and_measuring_leaves_nothing_behind(tmp_pat
     told = json.loads(done.stdout)
     assert set(told) == {"monai_gds", "directory", "device", "works", "default", "findings"}
     assert (told["directory"], told["device"], told["works"], told["default"]) == (str(small), "cpu", True, "posix")
-    known = "gpu torch directory nvidia-fs p2pdma udev cufile io_uring libxnvme blocks dali container default"
+    known = "gpu torch cores directory nvidia-fs p2pdma udev cufile io_uring libxnvme blocks dali container default"
     known += " posix kvikio xnvme xnvme-block xnvme-bam deepnvme deepnvme-gds"
     assert set(told["findings"]) >= set(known.split())
     assert told["findings"]["posix"]["status"] == "ok"
@@ -173,3 +174,14 @@ def test_whether_a_disk_may_be_read_is_found_out_by_opening_it(tmp_path: Path, m
     assert (told["disk"], told["readable"], told["problem"]) == (disk.device, False, "Operation not permitted")
     for remedy in ("root", "the group disk", f"--device={disk.device}:r"):
         assert remedy in told["remedy"]
+
+
+def test_an_array_can_be_read_where_all_of_its_drives_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated one."""
+    with striped(tmp_path, *ARRAYS["equal"], Path.exists, monkeypatch) as array:
+        told = probes.disk(str(array.disk.folder))
+        assert (told["disk"], told["readable"]) == (f"/dev/md0, which lies on {', '.join(array.members)}", True)
+        not_permitted(array.members[1], monkeypatch)
+        told = probes.disk(str(array.disk.folder))
+    assert (told["readable"], told["problem"]) == (False, "Operation not permitted")
+    assert f"--device={array.members[1]}:r" in told["remedy"]

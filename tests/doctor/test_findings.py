@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from monai_gds import doctor as doctor_package
-from monai_gds.doctor import Diagnosis, Status, examine, findings
+from monai_gds.doctor import Diagnosis, Status, examine, findings, probes
 from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import Machine
 from tests.doctor.laid import CLOSED_DRIVER, Laid, answers
 from tests.machines import mounted_tmpfs
+from tests.storage.xnvme import libraries
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,84 @@ def test_users_without_a_name_here_are_told_by_their_numbers(laid: Laid) -> None
     os.chown(laid.cache, 61001, 61100)
     laid.cache.chmod(0o770)
     assert laid.findings(answers())["sharing"].found == "61001 and the group 61100 can read and add records"
+
+
+def test_a_drive_of_another_machine_is_told_and_is_no_local_nvme_drive(laid: Laid) -> None:
+    """Simulated: an NVMe drive over TCP looks like a local one by its name."""
+    laid.with_gpu()
+    laid.on_nvme()
+    laid.ready_for_p2pdma()
+    laid.file("sys/devices/pci0/nvme0n1/device/transport", "pcie\n")
+    row = laid.findings(answers())["directory"]
+    assert (row.status, row.details["over"], row.details["nvme"]) == (Status.OK, "", True)
+    assert "another machine" not in row.found
+    laid.file("sys/devices/pci0/nvme0n1/device/transport", "tcp\n")
+    found = laid.findings(answers())
+    row = found["directory"]
+    assert (row.status, row.details["over"], row.details["nvme"]) == (Status.NOTE, "NVMe over TCP", False)
+    assert "(Fast Drive 9000, in another machine: NVMe over TCP)" in row.found
+    assert "a local drive" in row.remedy
+    assert "an NVMe drive" in found["p2pdma"].found, "only local drives reach the GPU by themselves"
+
+
+def test_a_volume_over_iscsi_is_in_another_machine_before_it_is_a_spinning_disk(laid: Laid) -> None:
+    laid.over_iscsi()
+    row = laid.findings(answers())["directory"]
+    assert "ext4 on /dev/sdb (in another machine: iSCSI)" in row.found
+    assert "another machine" in row.remedy
+
+
+# The cores.
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may use cores 0 to 15 of 32."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+
+
+@pytest.mark.parametrize(
+    ("quota", "found", "usable"),
+    [
+        (None, "16 of 32 may be used; the affinity of the process allows no others", 16),
+        (3.5, "4 of 32 may be used; the quota of the control group is 3.5", 4),
+        (20, "16 of 32 may be used; the affinity of the process allows no others", 16),
+    ],
+)
+def test_simulated_cores_and_why_there_are_no_more(
+    laid: Laid, allowed: None, quota: float | None, found: str, usable: int
+) -> None:
+    if quota is not None:
+        laid.with_quota(quota)
+    row = laid.findings(answers(gpu=False))["cores"]
+    assert (row.status, row.found, row.details["usable"]) == (Status.OK, found, usable)
+    assert row.details["quota"] == quota
+
+
+@pytest.mark.parametrize(
+    ("node", "local", "found", "remedy"),
+    [
+        (0, "0-31", "; cuda:0 is on NUMA node 0", ""),  # the only one
+        (1, "8-15,24-31", "; cuda:0 is on NUMA node 1, and up to 8 threads that read for it stay there", ""),
+        (1, "16-31", "; cuda:0 is on NUMA node 1, of whose cores none may be used", "numactl --cpunodebind=1"),
+        (-1, "0-31", "allows no others", ""),
+    ],
+)
+def test_simulated_the_node_of_the_gpu(
+    laid: Laid, allowed: None, node: int, local: str, found: str, remedy: str
+) -> None:
+    laid.with_gpu()
+    laid.on_node(node, local)
+    row = laid.findings(answers())["cores"]
+    assert row.found.endswith(found)
+    assert remedy in row.remedy
+    assert row.status is (Status.NOTE if remedy else Status.OK)
+
+
+def test_a_gpu_of_which_no_node_is_known(laid: Laid, allowed: None) -> None:
+    laid.with_gpu()
+    assert "NUMA" not in laid.findings(answers())["cores"].found
 
 
 # The GPU.
@@ -380,7 +459,7 @@ def test_io_uring(laid: Laid) -> None:
 
 
 def test_a_disk_that_cannot_be_read_shows_its_remedy(laid: Laid) -> None:
-    library = Answer({"version": "0.7.5", "drivers": [], "found": "/lib/libxnvme.so"})
+    library = Answer({"version": "0.7.5", "drivers": [], "sharing": [], "found": "/lib/libxnvme.so"})
     told = {"kind": "ext4", "disk": "/dev/vda", "readable": False, "problem": "Operation not permitted",
             "remedy": "run as root"}  # fmt: skip
     found = laid.findings(answers(libxnvme=library, blocks=Answer(told)))["blocks"]
@@ -388,6 +467,12 @@ def test_a_disk_that_cannot_be_read_shows_its_remedy(laid: Laid) -> None:
     assert found.remedy == "run as root"
     readable = {**told, "readable": True, "problem": ""}
     assert laid.findings(answers(libxnvme=library, blocks=Answer(readable)))["blocks"].status is Status.OK
+
+
+def test_the_drivers_by_which_processes_share_a_drive(laid: Laid) -> None:
+    with libraries.using("double next"):
+        found = laid.findings(answers(libxnvme=Answer(probes.libxnvme())))["libxnvme"].found
+    assert found.endswith("; several processes can read one drive by upcie")
 
 
 def test_a_torch_that_does_not_answer_is_a_failure(laid: Laid) -> None:

@@ -16,7 +16,7 @@ import torch
 from monai.data.utils import json_hashing, pickle_hashing
 
 from monai_gds import limits
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import digest_of
 from monai_gds.errors import HashingError
 from monai_gds.keys import key
 from monai_gds.keys.hashing import canonical_hash, hash_item

@@ -12,6 +12,7 @@ import torch
 from monai.transforms import Compose, EnsureTyped
 
 from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds.base import cores
 from monai_gds.pipeline.openmp import heed_load
 from tests.machines import in_child
 
@@ -33,7 +34,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def test_it_comes_and_goes_with_the_load(tmp_path: Path, load: list[float]) -> None:
     data = [{"x": torch.ones(9)}] * 3
     loader = GDSDataLoader(GDSDataset(data, Compose([EnsureTyped("x")]), tmp_path, "cpu"))
-    processors = os.cpu_count() or 1
+    processors = cores.usable()
     for busy in (False, True, True, False, True, False):
         before = idle()
         load[0] = processors * (2.0 if busy else 1.2)

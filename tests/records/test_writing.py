@@ -20,7 +20,7 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.base import checksum
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import digest_of
 from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError, NewerRecord, RecordError
 from monai_gds.items.tree import compile_tree, encode_item, tensor_of
 from monai_gds.records.compression import WHOLE, Compression

@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import digest_of
 from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, ImageListError, MonaiGdsError, RecordError
 from monai_gds.folder.directory import CacheDirectory

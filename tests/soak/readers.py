@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from monai_gds.base.digest import digest_of
+from monai_gds.base.names import digest_of
 from monai_gds.bench.made_up import write_image_folder
 from monai_gds.errors import BlockMapError, CacheWarning, ImageListError, MonaiGdsError
 from monai_gds.folder.index import Index

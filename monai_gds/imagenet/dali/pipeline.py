@@ -6,7 +6,6 @@ ImageNetDataset and :func:`monai_gds.imagenet.dali_iterator` both run :class:`Fe
 from __future__ import annotations
 
 import math
-import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from monai_gds import limits
+from monai_gds.base import cores
 from monai_gds.errors import BackendUnavailable, MonaiGdsError
 from monai_gds.imagenet.files.sampling import check_int
 
@@ -70,7 +70,7 @@ def execution(
     if threads is not None and num_threads is not None:
         raise ValueError("threads is another name for num_threads: give one of them")
     num_threads = threads if num_threads is None else num_threads
-    chosen = {"num_threads": min(8, os.cpu_count() or 1), "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES}
+    chosen = {"num_threads": min(8, cores.usable()), "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES}
     for name, value in (("num_threads", num_threads), ("prefetch_queue_depth", prefetch_queue_depth)):
         if value is not None:
             check_int(name, value)

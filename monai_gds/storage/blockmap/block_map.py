@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -165,7 +165,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         classes of images, and never if they lead to ``root`` or above it.
 
         Args:
-            root: the folder; on ext4 or XFS, directly on a disk, a partition or a loop device.
+            root: the folder; on ext4 or XFS, directly on a disk, a partition, a loop device or an md RAID0.
             progress: called with (files done, files in all) as it goes.
             checksums: store a checksum for every file, which reads all of it. Drivers in user space compare it.
 
@@ -404,28 +404,35 @@ def _check(files: Mapping[str, FileBlocks], origin: Origin | None) -> None:
 
 def _compare(fd: int, disk: Disk, blocks: FileBlocks, path: str) -> None:
     """Raises StorageError where the disk, or a hole, does not hold the bytes that are read through the file."""
-    device = disk.open()
-    try:
+    with ExitStack() as stack:
+        opened: dict[Disk, int] = {}
         # Aligned, as O_DIRECT demands. Closing it would fail after a Ctrl-C that leaves a part of it in use.
         aligned = memoryview(mmap.mmap(-1, _COMPARE_BYTES))
-        for offset, start, nbytes in _pieces(blocks):
+        for offset, on, start, nbytes in _pieces(blocks, disk):
             expected = read_at(fd, min(nbytes, blocks.size - offset), offset)
-            if start is None:
+            if on is None:
                 place, found = "a hole", bytes(len(expected))
             else:
-                place = f"byte {start} of the device and what follows"
-                got = os.preadv(device, [aligned[:nbytes]], start)
+                if on not in opened:
+                    opened[on] = on.open()
+                    stack.callback(os.close, opened[on])
+                place = f"byte {start} of {on.path} and what follows"
+                got = os.preadv(opened[on], [aligned[:nbytes]], start)
                 found = bytes(aligned[: min(got, len(expected))])
             if found != expected:
                 end = offset + len(expected)
                 raise StorageError(errno.EIO, f"{place} should be bytes {offset} to {end} of the file", path)
-    finally:
-        os.close(device)
 
 
-def _pieces(blocks: FileBlocks) -> Iterator[tuple[int, int | None, int]]:
-    """The whole file in pieces of at most _COMPARE_BYTES: (offset, byte on the disk or None in a hole, bytes)."""
+def _pieces(blocks: FileBlocks, disk: Disk) -> Iterator[tuple[int, Disk | None, int, int]]:
+    """The whole file in pieces of at most _COMPARE_BYTES: (offset, disk or None in a hole, byte on the disk, bytes)."""
     end = max([blocks.size, *(e.offset + e.nbytes for e in blocks.extents[-1:])])  # the last block is read whole
     for start, stop, place in runs(blocks.extents, 0, end):
         for at in range(start, stop, _COMPARE_BYTES):
-            yield at, None if place is None else place + at - start, min(_COMPARE_BYTES, stop - at)
+            nbytes = min(_COMPARE_BYTES, stop - at)
+            if place is None:
+                yield at, None, 0, nbytes
+                continue
+            for on, first, count in disk.pieces(place + at - start, nbytes):
+                yield at, on, first, count
+                at += count

@@ -4,8 +4,9 @@ All positions are in bytes from the start of the *whole* disk, never of a partit
 geometry and then silently reads wrong bytes.
 
 Files whose bytes cannot be read from the device are refused with the reason
-(:class:`~monai_gds.errors.NotMappable`). Only ext4 and XFS directly on a disk, a partition or a loop device store plain
-file bytes where FIEMAP reports them.
+(:class:`~monai_gds.errors.NotMappable`). Only ext4 and XFS directly on a disk, a partition, a loop device or an md
+RAID0 store plain file bytes where FIEMAP reports them. On an array these are positions on the array itself, which
+:meth:`Disk.pieces` finds on its members.
 
 Formats: ``struct fiemap`` and its flags, Documentation/filesystems/fiemap.rst and include/uapi/linux/fiemap.h of Linux;
 the inode flags, include/uapi/linux/fs.h; sysfs, Documentation/ABI/stable/sysfs-block.
@@ -29,6 +30,7 @@ from typing import NamedTuple
 from monai_gds import limits
 from monai_gds.base.file_systems import Mount, mounts
 from monai_gds.errors import NotMappable, StorageError
+from monai_gds.storage.blockmap.raid0 import Raid0, array_in
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
@@ -89,13 +91,18 @@ class DiskClosed(StorageError):
 
 @dataclass(frozen=True)
 class Disk:
-    """A whole disk.
+    """A whole disk, or an array of disks.
 
     Attributes:
         name: its name below /dev, such as ``nvme0n1``.
         number: ``major:minor``.
         block_size: bytes per logical block, 512 or 4096.
         max_transfer: most bytes per command that the kernel sends.
+        array: how its bytes lie on its members; None for a disk.
+        members: the disks that an array is made of.
+
+    Raises:
+        ValueError: the array and its members do not fit together.
     """
 
     name: str
@@ -103,10 +110,36 @@ class Disk:
     block_size: int
     nbytes: int
     max_transfer: int
+    array: Raid0 | None = None
+    members: tuple[Disk, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (array := self.array) is None:
+            return
+        if array.nbytes != self.nbytes:
+            raise ValueError(f"its members hold {array.nbytes} bytes, and it has {self.nbytes}")
+        if any(place % self.block_size for place in (array.chunk, *(part.start for part in array.parts))):
+            raise ValueError(f"its chunks do not lie in whole blocks of {self.block_size} bytes")
+        for disk, part in zip(self.members, array.parts, strict=True):
+            if not 0 <= part.start <= disk.nbytes - part.nbytes:
+                raise ValueError(f"its data lie outside {disk.path}")
 
     @property
     def path(self) -> str:
         return f"/dev/{self.name}"
+
+    @property
+    def drives(self) -> tuple[Disk, ...]:
+        """The disks that its bytes lie on: the members of an array, or the disk itself."""
+        return self.members or (self,)
+
+    def pieces(self, start: int, nbytes: int) -> Iterator[tuple[Disk, int, int]]:
+        """The disks that bytes lie on, in their order: disk, first byte there, how many."""
+        if self.array is None:
+            yield self, start, nbytes
+        else:
+            for member, first, count in self.array.pieces(start, nbytes):
+                yield self.members[member], first, count
 
     def open(self) -> int:
         """Opens the disk for O_DIRECT reads and returns the descriptor, which the caller closes.
@@ -158,10 +191,8 @@ class FileSystem:
         in_force = options.read_text().split() if options.exists() else []
         if kind == "ext4" and "data=journal" in [*mount.options.split(","), *in_force]:
             raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
-        start, whole = 0, folder.resolve()
-        if (folder / "partition").exists():
-            start, whole = int((folder / "start").read_text()) * 512, whole.parent
         realtime = kind == "xfs" and _xfs_realtime_blocks(fd) > 0
+        whole, start = _whole(folder)
         return cls(kind, _disk(whole, path), start, device, realtime)
 
 
@@ -178,8 +209,12 @@ class MountedFileSystems:
     def refresh(self) -> None:
         """Empties the cache if a mount changed. To be called before opening files."""
         if self._changes.poll(0):
-            self._known.clear()
-            self._uuids.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Empties the cache."""
+        self._known.clear()
+        self._uuids.clear()
 
     def of(self, fd: int, device: int, path: str) -> FileSystem:
         """Like :meth:`FileSystem.of`; ``device`` is the file's ``st_dev``."""
@@ -213,26 +248,48 @@ def _sysfs(device: int) -> Path:
     return SYSFS / "dev/block" / f"{os.major(device)}:{os.minor(device)}"
 
 
-def _disk(folder: Path, path: str) -> Disk:
-    for mark, layer in (("dm", "device-mapper (LVM, LUKS…)"), ("md", "an md array"), ("bcache", "bcache")):
+def _whole(folder: Path) -> tuple[Path, int]:
+    """The folder of the whole disk of a disk or a partition, and the first byte of that on it."""
+    if (folder / "partition").exists():
+        return folder.resolve().parent, int((folder / "start").read_text()) * 512
+    return folder.resolve(), 0
+
+
+def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
+    """The disk of a folder in sysfs, or the array if it is not itself a ``member`` of one."""
+    for mark, layer in (("dm", "device-mapper (LVM, LUKS…)"), ("bcache", "bcache")):
         if (folder / mark).is_dir():
             raise _refusal(path, f"it is on {folder.name}, {layer}: its blocks lie elsewhere on the disks below")
-    if any((folder / "slaves").glob("*")):
-        raise _refusal(path, f"it is on {folder.name}, which is made of other devices: its blocks lie elsewhere")
-    return Disk(
-        name=folder.name.replace("!", "/"),
-        number=(folder / "dev").read_text().strip(),
-        block_size=int((folder / "queue/logical_block_size").read_text()),
-        nbytes=int((folder / "size").read_text()) * 512,
-        max_transfer=int((folder / "queue/max_sectors_kb").read_text()) * 1024,
-    )
+    array: Raid0 | None = None
+    members: tuple[Disk, ...] = ()
+    try:
+        if (folder / "md").is_dir() and not member:
+            array, members = array_in(folder / "md", lambda device: _member(device, path))
+        elif any((folder / "slaves").glob("*")):
+            raise _refusal(path, f"it is on {folder.name}, which is made of other devices: its blocks lie elsewhere")
+        return Disk(
+            name=folder.name.replace("!", "/"),
+            number=(folder / "dev").read_text().strip(),
+            block_size=int((folder / "queue/logical_block_size").read_text()),
+            nbytes=int((folder / "size").read_text()) * 512,
+            max_transfer=int((folder / "queue/max_sectors_kb").read_text()) * 1024,
+            array=array,
+            members=members,
+        )
+    except ValueError as e:
+        raise _refusal(path, f"it is on {folder.name}, an md array, and where its bytes lie is not certain: {e}") from e
+
+
+def _member(device: Path, path: str) -> tuple[Disk, int]:
+    folder, start = _whole(device)
+    return _disk(folder, path, member=True), start
 
 
 def disk_of(device: int, path: str) -> Disk:
     """The whole disk with this device number (``st_rdev`` of its node).
 
     Raises:
-        NotMappable: it is a partition, or made of other devices.
+        NotMappable: it is a partition, an array, or made of other devices.
     """
     folder = _sysfs(device)
     if (folder / "partition").exists():
@@ -240,7 +297,10 @@ def disk_of(device: int, path: str) -> Disk:
         raise _refusal(path, f"it is a partition, which xNVMe reads wrongly: open the whole disk, /dev/{whole}")
     if not folder.is_dir():
         raise _refusal(path, "it is not a block device known to sysfs")
-    return _disk(folder.resolve(), path)
+    disk = _disk(folder.resolve(), path)
+    if disk.array is not None:
+        raise _refusal(path, "it is an array of drives: leave uri out, and the drives that files lie on are opened")
+    return disk
 
 
 def _refusal(path: str, why: str) -> NotMappable:

@@ -17,6 +17,9 @@ A saved map is one JSON object, from paths to blocks::
   was; a reader whose disk is mounted elsewhere takes another one.
 * Blocks have ``block_size`` bytes, the logical block size of the disk, and are numbered from the start of the whole
   disk. ``endblock`` is the last one.
+* Where the disk is an md RAID0, blocks are numbered on the array. Its ``members`` are disks too, and ``array`` says how
+  its bytes lie on them: those of a ``chunk``, the ``layout``, and in ``parts`` where its data begin on each and how
+  many there are. :mod:`.raid0` has the arithmetic.
 * A file of one extent has ``startblock`` and ``endblock``, which any program that knows only these reads correctly.
   Every other file has ``extents`` instead, each ``[first block within the file, startblock, endblock]``; such a program
   fails on it instead of reading wrong bytes. Ranges that no extent covers are zeros.
@@ -43,6 +46,7 @@ from typing import Any, NamedTuple
 
 from monai_gds.errors import BlockMapError, FileChanged
 from monai_gds.storage.blockmap.extents import Disk, Extent, FileSystem, extents_in, look
+from monai_gds.storage.blockmap.raid0 import Part, Raid0
 
 VERSION = 1
 HEADER = "__blockmap__"  # not a path: those contain a slash
@@ -172,6 +176,8 @@ class Saved(NamedTuple):
         block = PLAIN_BLOCK if plain or self.origin is None else self.origin.disk.block_size
         entries = {path: blocks.to_json(block) for path, blocks in self.files.items()}
         if plain:
+            if self.origin is not None and self.origin.disk.array is not None:
+                raise BlockMapError(f"{self.origin.disk.path} is an array of drives, and a plain map cannot say so")
             for path in (path for path, blocks in self.files.items() if not fits_plain(blocks)):
                 raise BlockMapError(f"{path} {NOT_PLAIN}: plain_part() leaves it out")
             entries = {path: {key: entry[key] for key in _PLAIN} for path, entry in entries.items()}
@@ -225,19 +231,34 @@ def _below(path: Any) -> str:
 
 
 def _origin(header: Mapping[str, Any]) -> Origin:
-    disk = Disk(**header["disk"])
-    if not re.fullmatch(r"[A-Za-z0-9][\w!:.-]*", _text(disk.name), re.ASCII):
-        raise ValueError(f"{disk.name!r:.100} is not the name of a disk in /dev")
-    if not re.fullmatch(r"[0-9]+:[0-9]+", _text(disk.number), re.ASCII):
-        raise ValueError(f"{disk.number!r:.100} is not the number of a disk")
-    if _whole(disk.block_size) not in (512, 1024, 2048, 4096) or header["block_size"] != disk.block_size:
+    disk = _disk(header["disk"])
+    if header["block_size"] != disk.block_size:
         raise BlockMapError(f"blocks of {header['block_size']} bytes on a disk with blocks of {disk.block_size}")
-    if _whole(disk.nbytes) < 1 or _whole(disk.max_transfer) < disk.block_size:
-        raise ValueError("its disk is empty, or takes commands of less than a block")
     start = _whole(header["start"])
     if not 0 <= start < disk.nbytes:
         raise ValueError(f"its file system begins at byte {start} of a disk of {disk.nbytes} bytes")
     return Origin(_text(header["parent"]), _text(header["kind"]), _text(header["uuid"]), start, disk)
+
+
+def _disk(entry: Mapping[str, Any]) -> Disk:
+    array = entry.get("array")
+    members: tuple[Disk, ...] = ()
+    if array is not None:
+        parts = tuple(Part(_whole(part["start"]), _whole(part["nbytes"])) for part in array["parts"])
+        array = Raid0(_whole(array["chunk"]), _whole(array["layout"]), parts)
+        members = tuple(_disk({**one, "array": None}) for one in entry["members"])
+    for number in ("block_size", "nbytes", "max_transfer"):
+        _whole(entry[number])
+    if entry["block_size"] not in (512, 1024, 2048, 4096):
+        raise BlockMapError(f"its disk has blocks of {entry['block_size']} bytes")
+    disk = Disk(**{**entry, "array": array, "members": members})
+    if not re.fullmatch(r"[A-Za-z0-9][\w!:.-]*", _text(disk.name), re.ASCII):
+        raise ValueError(f"{disk.name!r:.100} is not the name of a disk in /dev")
+    if not re.fullmatch(r"[0-9]+:[0-9]+", _text(disk.number), re.ASCII):
+        raise ValueError(f"{disk.number!r:.100} is not the number of a disk")
+    if disk.nbytes < 1 or disk.max_transfer < disk.block_size:
+        raise ValueError("its disk is empty, or takes commands of less than a block")
+    return disk
 
 
 def _text(value: Any) -> str:

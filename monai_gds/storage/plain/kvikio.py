@@ -13,8 +13,8 @@ the ``posix`` backend.
 
 **What is changed in your process:** KvikIO has one thread by default, which leaves most of the link idle. If
 ``kvikio.defaults.get("num_threads")`` is that default of 1 and neither KVIKIO_NTHREADS nor KVIKIO_NUM_THREADS is set,
-this backend sets it to five eighths of the cores (4 to 16), for the whole process. A number of your own is left alone.
-Nothing else is changed.
+this backend sets it to five eighths of the cores (4 to 16), for the whole process, and the threads stay on the cores of
+the GPU's NUMA node where there are several nodes. A number of your own is left alone. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from monai_gds import limits
+from monai_gds.base import cores
 from monai_gds.errors import StorageError
 from monai_gds.storage import files, staging
 from monai_gds.storage.backend import Availability, check_threads
@@ -45,7 +46,7 @@ NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 
 def default_threads() -> int:
     """How many threads KvikIO gets where nobody set a number."""
-    return max(4, min(limits.KVIKIO_THREADS, len(os.sched_getaffinity(0)) * 5 // 8))
+    return max(4, min(limits.KVIKIO_THREADS, cores.usable() * 5 // 8))
 
 
 def through_cufile() -> bool:
@@ -108,6 +109,7 @@ class KvikioBackend(QueueBackend):
         super().__init__(device)
         self._threads = threads
         self._posix = PosixBackend(device)
+        self._to_move = 0  # threads of KvikIO's that this backend had it start, and that may be far from the device
         self._under_way: deque[tuple[Command, Any]] = deque()  # with KvikIO's futures, oldest first
 
     def open(self) -> None:
@@ -125,6 +127,7 @@ class KvikioBackend(QueueBackend):
             threads = default_threads() if kvikio.defaults.get("num_threads") == 1 and not set_by_user else None
         if threads is not None and kvikio.defaults.get("num_threads") != threads:
             kvikio.defaults.set("num_threads", threads)
+            self._to_move = threads
 
     @classmethod
     def probe(cls, device: torch.device) -> Availability:
@@ -146,12 +149,21 @@ class KvikioBackend(QueueBackend):
         large = reads.nbytes >= limits.KVIKIO_LEAST_BYTES
         if not any(on_device) or not large.any():
             return self._posix.start(reads, into)
+        if self._to_move:
+            self._move_threads()
         if all(on_device) and large.all():
             return super().start(reads, into)
         large &= np.array(on_device)[reads.dest]
         reads = reads.with_room(into)  # only all reads together show the room after each
         parts = [super().start(reads[large], into), self._posix.start(reads[~large], into)]
         return Pending.joined(parts, list(into), self.device)
+
+    def _move_threads(self) -> None:
+        """Has KvikIO start its threads again, near the device. It is known only now that CUDA is in use."""
+        threads, self._to_move = self._to_move, 0
+        if near := staging.near(self.device, threads):
+            with cores.staying_on(near):  # new threads stay where the one is that starts them
+                self._kvikio.defaults.set("num_threads", threads)
 
     def _open(self, path: str, expected: Expected) -> _File:
         fd = files.open_file(path, expected, regular=True)

@@ -17,7 +17,8 @@ What it costs:
 * libxnvme has to be installed, and reading a disk takes root or the group ``disk``, which may read every file on it.
 * ``xnvme-block`` bypasses the page cache and the file system. A wrong idea of where a file lies would yield another
   file's bytes, so the kernel's account of a file is compared before and after each read, and a map that disagrees
-  with the file is refused. Only ext4 and XFS directly on a disk, a partition or a loop device can be read.
+  with the file is refused. Only ext4 and XFS directly on a disk, a partition, a loop device or an md RAID0
+  can be read.
 * More code than any other backend: FIEMAP and sysfs, bindings, drives with their queues and bounce buffers.
 
 Nothing here ever writes to a device.

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from monai_gds.base.units import bytes_of
-from monai_gds.errors import FileChanged, StorageError
+from monai_gds.errors import BlockMapError, FileChanged, StorageError
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent, disk_of, extents_in, look, transfers
 from monai_gds.storage.blockmap.mapped import MappedFiles, WholeDisk, identity, lookup
+from monai_gds.storage.blockmap.raid0 import Raid0
 from monai_gds.storage.blockmap.saved import FileBlocks
 from monai_gds.storage.files import Buffer, Expected, FileId, ends_early, open_file
 from monai_gds.storage.pending import Pending
@@ -63,6 +64,12 @@ class BlockBackend(QueueBackend):
     def _set_up(self, setup: Setup, drive: type[Drive] = Drive) -> None:
         """To be called when the backend is opened."""
         self.reaches_gpu = setup.reaches_gpu
+        if setup.user_space and setup.origin is not None and (members := setup.origin.disk.members):
+            raise BlockMapError(
+                f"the block map is of files on {setup.origin.disk.path}, an array of {len(members)} drives, and "
+                f"{setup.uri} is one of them at most: leave the drives to the kernel, mount the array, and leave be "
+                "and uri out"
+            )
         self._setup, self._drives = setup, Drives(setup, drive)
         if setup.user_space:
             assert setup.blockmap is not None and setup.uri is not None, "the constructors ask for them"
@@ -78,16 +85,16 @@ class BlockBackend(QueueBackend):
         if isinstance(path, WholeDisk):
             whole = self._drives.only()
             nbytes = whole.blocks * whole.block
-            return _File(path, nbytes, [Extent(0, 0, nbytes)], whole)
+            return _File(path, nbytes, [Extent(0, 0, nbytes)], [whole])
         if self._setup.user_space:
             blocks = self._mapped.entry(path, expected, expected.device if isinstance(expected, FileId) else 0)
-            return _File(path, blocks.size, blocks.extents, self._drives.only())
+            return _File(path, blocks.size, blocks.extents, [self._drives.only()])
         with ExitStack() as on_error:
             fd = open_file(path, expected, regular=True)
             on_error.callback(os.close, fd)
             st = os.fstat(fd)
-            fs, drive = self._drives.of_file(fd, st.st_dev, path)
-            on_error.callback(self._drives.release, drive)
+            fs, drives = self._drives.of_file(fd, st.st_dev, path)
+            on_error.callback(self._drives.release, drives)
             answer = look(fd, st.st_size)
             extents = extents_in(answer, fd, st.st_size, fs, path)
             if self._setup.blockmap is not None:
@@ -97,15 +104,17 @@ class BlockBackend(QueueBackend):
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             on_error.pop_all()
-            return _File(path, st.st_size, extents, drive, fd, answer)
+            return _File(path, st.st_size, extents, drives, fs.disk.array, fd, answer)
 
     def _close(self, handle: _File) -> None:
         """Raises FileChanged if the blocks that were read are no longer the file's."""
-        self._drives.release(handle.drive)
+        self._drives.release(handle.drives)
         if handle.fd >= 0:
             try:
                 if look(handle.fd, handle.size) != handle.answer:
                     raise FileChanged(f"{handle.path} was changed while its blocks were being read")
+                if handle.array is not None:
+                    self._drives.check_array(handle.fd, handle.array, handle.path)
             finally:
                 os.close(handle.fd)
 
@@ -113,19 +122,22 @@ class BlockBackend(QueueBackend):
         if self._waiting or self._burst >= _BURST:
             return False
         file: _File = command.handle
-        drive, end = file.drive, command.offset + command.nbytes
+        drives, end = file.drives, command.offset + command.nbytes
         if end > file.size:
             raise ends_early(file.size, end - file.size, file.path)
         read, address = _Read(command), command.address
         for at, nbytes, place, direct in transfers(
             file.extents, command.offset, command.nbytes, base=address, room=command.room,
-            block=drive.block, most=drive.most, direct=drive.reaches(command.memory),
+            block=max([drive.block for drive in drives]), most=min([drive.most for drive in drives]),
+            direct=all(drive.reaches(command.memory) for drive in drives),
         ):  # fmt: skip
             if place is None:
                 command.memory[command.start + at :][:nbytes].zero_()
                 continue
-            self._waiting.append(_Transfer(read, drive, at, nbytes, place, address + at if direct else None))
-            read.unfinished += 1
+            for drive, first, count in file.on_drives(place, nbytes):
+                self._waiting.append(_Transfer(read, drive, at, count, first, address + at if direct else None))
+                read.unfinished += 1
+                at += count
         if read.unfinished:
             self._issue()
         else:
@@ -286,7 +298,7 @@ class XnvmeBlockBackend(BlockBackend):
             assert drive.buffers is not None, "the setup asks for them"
             return drive.buffers.tensor(nbytes)
         finally:
-            self._drives.release(drive)
+            self._drives.release([drive])
 
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         pending = super().start(reads, into)
@@ -295,23 +307,39 @@ class XnvmeBlockBackend(BlockBackend):
         return pending
 
     def describe(self) -> dict[str, Any]:
+        setup = self._setup
         return {
             **super().describe(),
             "library": self._library.describe(),
+            "shm_id": self._library.shm_id(setup.uri or "", setup.be or "") or "the drive is not shared",
             "be": self._setup.be or "io_uring, else thrpool",
             "mem": self._setup.mem or "that of be",
         }
 
 
 class _File(NamedTuple):
-    """An open file. ``fd`` is -1 where no file system is mounted; ``answer`` is the result of :func:`.extents.look`."""
+    """An open file.
+
+    Attributes:
+        drives: those that it lies on, one for each member of the array.
+        array: None where it lies on one drive.
+        fd: -1 where no file system is mounted.
+        answer: the result of :func:`.extents.look`.
+    """
 
     path: str
     size: int
     extents: Sequence[Extent]
-    drive: Drive
+    drives: Sequence[Drive]
+    array: Raid0 | None = None
     fd: int = -1
     answer: bytes = b""
+
+    def on_drives(self, place: int, nbytes: int) -> Iterable[tuple[Drive, int, int]]:
+        """Where bytes of its disk or array lie: drive, first byte there, how many."""
+        if self.array is None:
+            return ((self.drives[0], place, nbytes),)
+        return [(self.drives[member], first, count) for member, first, count in self.array.pieces(place, nbytes)]
 
 
 @dataclass(slots=True)

@@ -6,15 +6,16 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from monai_gds.errors import StorageError
+from monai_gds.errors import FileChanged, StorageError
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, FileSystem, MountedFileSystems, how_to_be_let_read, uuid_in
+from monai_gds.storage.blockmap.raid0 import Raid0
 from monai_gds.storage.blockmap.saved import Origin
 from monai_gds.storage.files import ALIGNMENT
 from monai_gds.storage.xnvme.buffers import Bounce, BounceBuffers, GpuBuffers
@@ -126,7 +127,7 @@ class Drive:
             if disk is not None and self.block != disk.block_size:
                 why = f"xNVMe sees blocks of {self.block} bytes where the kernel sees {disk.block_size}"
                 raise StorageError(errno.EINVAL, why, uri)
-            if setup.origin is not None:
+            if setup.origin is not None and setup.origin.disk.array is None:  # else Drives asks the file system
                 self._check_uuid(setup.origin)
         except BaseException:
             self.close()
@@ -245,21 +246,51 @@ class Drives:
     def __iter__(self) -> Iterator[Drive]:
         return iter(list(self._open.values()))
 
-    def of_file(self, fd: int, device: int, path: str) -> tuple[FileSystem, Drive]:
-        """The file system of an open file, whose ``st_dev`` is ``device``, and the drive to read it from.
+    def of_file(self, fd: int, device: int, path: str) -> tuple[FileSystem, list[Drive]]:
+        """The file system of an open file, whose ``st_dev`` is ``device``, and the drives to read it from.
 
-        The drive stays open until it is given to :meth:`release`.
+        These are that of its disk, or of an array those of the members, in their order.
+
+        The drives stay open until they are given to :meth:`release`.
 
         Raises:
             NotMappable: its files cannot be read from the device; the message says why.
-            StorageError: the device cannot be opened, or is not the one that this storage reads.
+            StorageError: a device cannot be opened, or is not the one that this storage reads.
         """
         with self._lock:
             if self._mounted is None:
                 self._mounted = MountedFileSystems()
             self._mounted.refresh()
-            fs = self._mounted.of(fd, device, path)
-            return fs, self._use(fs.disk, path)
+            fs, origin = self._mounted.of(fd, device, path), self._setup.origin
+            if origin is not None and origin.disk.array is not None:
+                found = self._mounted.uuid(fd, fs, path)
+                if found != origin.uuid:
+                    why = f"it is on file system {found}, and the block map was made on {origin.uuid}"
+                    raise StorageError(errno.ENODEV, why, path)
+            drives: list[Drive] = []
+            try:
+                for disk in fs.disk.drives:
+                    drives.append(self._use(disk, path))
+            except BaseException:
+                self._release(drives)
+                raise
+            return fs, drives
+
+    def check_array(self, fd: int, array: Raid0, path: str) -> None:
+        """Raises FileChanged if an open file's array is another one now: md reshapes arrays that are mounted.
+
+        NotMappable if it is being reshaped. No file is taken for one of the array of before again.
+        """
+        now: Raid0 | None = None
+        try:
+            now = FileSystem.of(fd, path).disk.array
+        finally:
+            if now != array:
+                with self._lock:
+                    if self._mounted is not None:
+                        self._mounted.forget()
+        if now != array:
+            raise FileChanged(f"{path} lies elsewhere on the drives of its array than when it was opened")
 
     def only(self) -> Drive:
         """The drive that the storage was given by its ``uri``. It stays open until it is given to :meth:`release`."""
@@ -273,9 +304,13 @@ class Drives:
         self._open[key].users += 1
         return self._open[key]
 
-    def release(self, drive: Drive) -> None:
-        """Ends one use of a drive. One that gave an error is closed with its last use, and opened again later."""
+    def release(self, drives: Iterable[Drive]) -> None:
+        """Ends one use of each. One that gave an error is closed with its last use, and opened again later."""
         with self._lock:
+            self._release(drives)
+
+    def _release(self, drives: Iterable[Drive]) -> None:
+        for drive in drives:
             drive.users -= 1
             if drive.broken and not drive.users:
                 self._close([drive])

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from monai_gds.base.library import library
 from monai_gds.errors import BackendUnavailable, StorageError
-from monai_gds.storage.xnvme.user_space import claims
+from monai_gds.storage.xnvme.user_space import claims, sharing_id
 
 #: The variable that names the library, xNVMe's own.
 ENVIRONMENT = "XNVME_LIBRARY_PATH"
@@ -198,37 +198,54 @@ class Library:
 
     def drivers(self) -> list[str]:
         """The drivers that it was built with, by xNVMe's names; empty if the library does not list them."""
+        return [os.fsdecode(driver.name) for driver in self._drivers()]
+
+    def shm_id(self, uri: str, driver: str) -> int:
+        """The ``shm_id`` by which processes share a drive in user space; 0 where only one can have it."""
+        return sharing_id(uri, driver) if driver in self.sharing_drivers() else 0
+
+    def sharing_drivers(self) -> list[str]:
+        """The drivers that say that they share drives. Those of release 0.7.5 have the option, but say nothing."""
+        return [os.fsdecode(one.name) for one in self._drivers() if self.layout == "next" and one.caps & _SHARES]
+
+    def _drivers(self) -> list[_Attribute]:
         return (_list_0_7 if self.layout == "0.7" else _list_next)(self.api)
 
 
 class _Attribute(ctypes.Structure):
-    """``struct xnvme_be_attr``: of 0.7.5, and as far as the name also of the development branch."""
+    """``struct xnvme_be_attr``: ``enabled`` is that of 0.7.5, and ``caps`` that of the development branch."""
 
-    _fields_: ClassVar = [("name", c_char_p), ("enabled", c_uint8), ("rest", c_uint8 * 15)]
+    _fields_: ClassVar = [
+        *(("name", c_char_p), ("enabled", c_uint8), ("rest", c_uint8 * 7)),
+        *(("caps", c_uint32), ("reserved", c_uint8 * 4)),
+    ]
+
+
+_SHARES = 1 << 8  # XNVME_BE_CAP_MPROC, include/xnvme_be.h
 
 
 class _Attributes(ctypes.Structure):
     _fields_: ClassVar = [("capacity", c_uint32), ("count", c_int), ("item", _Attribute * 0)]
 
 
-def _list_0_7(library: ctypes.CDLL) -> list[str]:
+def _list_0_7(library: ctypes.CDLL) -> list[_Attribute]:
     found = POINTER(_Attributes)()
     if library.xnvme_be_attr_list_bundled(ctypes.byref(found)) or not found:
         return []
     first = ctypes.addressof(found.contents) + _Attributes.item.offset
     items = (_Attribute * found.contents.count).from_address(first)
-    return [os.fsdecode(item.name) for item in items if item.enabled]  # not freed, as in xNVMe's own program
+    return [item for item in items if item.enabled]  # not freed, as in xNVMe's own program
 
 
-def _list_next(library: ctypes.CDLL) -> list[str]:
+def _list_next(library: ctypes.CDLL) -> list[_Attribute]:
     get = getattr(library, "xnvme_be_attr_get", None)
     if get is None:
         return []
     get.restype = POINTER(_Attribute)
-    names: list[str] = []
-    while attribute := get(len(names)):
-        names.append(os.fsdecode(attribute.contents.name))
-    return names
+    found: list[_Attribute] = []
+    while attribute := get(len(found)):
+        found.append(attribute.contents)
+    return found
 
 
 class Completion(NamedTuple):
@@ -291,9 +308,10 @@ class Device:
         elif self.in_kernel:
             # sync "block": by pread, so that thrpool reports bytes and MDTS is not cut to what an ioctl takes
             fields |= {"async": self.interface, "sync": "block" if self.counts_bytes else "nvme"}
-        opts = self.library.options(direct=int(self.counts_bytes), **fields)
+        shm_id = self.library.shm_id(self.uri, self.interface)
+        opts = self.library.options(direct=int(self.counts_bytes), shm_id=shm_id or None, **fields)
         if not self.in_kernel:
-            claims.take(self.uri)
+            claims.take(self.uri, shared=shm_id > 0)
         try:
             return self.library.open("xnvme_dev_open", self.uri, opts)
         except StorageError as e:
@@ -318,9 +336,8 @@ class Device:
         """Closes the device; its queues are closed and its buffers freed before."""
         handle, self.handle = self.handle, None
         if handle:
-            self._api.xnvme_dev_close(handle)
-            if not self.in_kernel:
-                claims.give_up(self.uri)
+            close = partial(self._api.xnvme_dev_close, handle)
+            close() if self.in_kernel else claims.give_up(self.uri, close)
 
 
 class Queue:

@@ -10,6 +10,9 @@ import fcntl
 import os
 import re
 import threading
+import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from monai_gds.errors import StorageError
@@ -24,6 +27,9 @@ _HEAP_BYTES = 1 << 30
 _FOR_USER_SPACE = ("uio_pci_generic", "vfio-pci", "igb_uio")
 
 _ADDRESS = re.compile(r"([0-9a-f]{4,}:)?([0-9a-f]{2})[:.]([0-9a-f]{2}\.[0-7])", re.IGNORECASE)
+
+#: The last process of those that share a drive has it alone for the moment in which it closes it.
+_CLOSING_SECONDS = 1.0
 
 #: Where the kernel lists PCI devices.
 _DEVICES = "sys/bus/pci/devices"
@@ -42,7 +48,7 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
     device = root / _DEVICES / address
     if not device.exists():
         return "this machine has no PCI device of that address"
-    bound = os.path.basename(os.path.realpath(device / "driver")) if (device / "driver").exists() else "no driver"
+    bound = _bound_driver(device)
     if bound not in _FOR_USER_SPACE:
         return f"it is bound to {bound}: unmount it and bind it to uio_pci_generic or vfio-pci (`xnvme-driver` does)"
     if code == errno.ENOMEM and driver in UPCIE:
@@ -54,44 +60,100 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
     return ""
 
 
+def _bound_driver(device: Path) -> str:
+    """The driver of the kernel that a PCI device in /sys is bound to."""
+    link = device / "driver"
+    return os.path.basename(os.path.realpath(link)) if link.exists() else "no driver"
+
+
+def sharing_id(address: str, driver: str, root: Path = Path("/")) -> int:
+    """The ``shm_id`` by which processes share a drive: the same in all of them. 0 where the driver cannot share it.
+
+    uPCIe shares its memory only where that lies in huge pages, and not with a drive that is bound to vfio-pci.
+    """
+    if full_address(address) is None:
+        return 0  # it is elsewhere in the network, where several may ask for it
+    if driver in UPCIE and _bound_driver(root / _DEVICES / address) != "uio_pci_generic":
+        return 0
+    return zlib.crc32(address.encode()) % ((1 << 31) - 1) + 1  # xNVMe takes it for an int
+
+
+_ONLY_ONE = (
+    "another process reads this drive in user space, and only one can: read it in a single process, or in each by "
+    "be='upcie' of xNVMe's development branch of July 2026 or later, bound to uio_pci_generic"
+)
+
+
 class Claims:
-    """The drives that this process drives. A second one would reset a drive, and the reads of the first would hang."""
+    """The drives that this process drives.
+
+    A second process would reset a drive, and the reads of the first would hang, unless the driver shares it.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._lock = threading.Lock()
         self._held: dict[tuple[int, str], tuple[int, int]] = {}  # by process and address: descriptor, and how often
 
-    def take(self, address: str) -> None:
-        """Claims a drive, once more where this process has it. Raises StorageError where another process has it."""
+    def take(self, address: str, *, shared: bool = False) -> None:
+        """Claims a drive, once more where this process has it.
+
+        Args:
+            address: that of the drive.
+            shared: whether other processes may have it, if theirs are shared too.
+
+        Raises:
+            StorageError: another process has it.
+        """
         key = os.getpid(), address
         with self._lock:
+            if shared and any(pid != key[0] for pid, _ in self._held):
+                why = "this one was forked from it, with the driver's memory: start processes by 'spawn'"
+                raise StorageError(errno.EBUSY, f"another process reads this drive in user space, and {why}", address)
             fd, count = self._held.get(key, (-1, 0))
-            self._held[key] = (self._locked(address) if fd < 0 else fd, count + 1)
+            self._held[key] = (self._locked(address, shared) if fd < 0 else fd), count + 1
 
-    def _locked(self, address: str) -> int:
+    def _locked(self, address: str, shared: bool) -> int:
         try:
             fd = os.open(self._root / _DEVICES / address / "config", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return -1  # opening the drive gives a better error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            os.close(fd)
-            why = "another process reads this drive in user space, and only one can: read it in a single process"
-            raise StorageError(errno.EBUSY, why, address) from e
+        until = time.monotonic() + (_CLOSING_SECONDS if shared else 0)
+        while not _lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                os.close(fd)
+                raise StorageError(errno.EBUSY, _ONLY_ONE, address)
+            time.sleep(0.02)
         return fd
 
-    def give_up(self, address: str) -> None:
-        """Ends one claim."""
+    def give_up(self, address: str, close: Callable[[], None] | None = None) -> None:
+        """Ends one claim, and calls ``close``, which closes what was opened under it, if anything was.
+
+        What is the last to be closed stays open and claimed until this process ends if other processes have the drive:
+        xNVMe takes it from all of them when the one that opened it first closes it.
+        """
         key = os.getpid(), address
         with self._lock:
-            fd, count = self._held.pop(key, (-1, 0))
+            fd, count = self._held.get(key, (-1, 0))
+            if close is not None:
+                if count == 1 and fd >= 0 and not _lock(fd, fcntl.LOCK_EX):
+                    _lock(fd, fcntl.LOCK_SH)  # which the attempt gave up
+                    return
+                close()
+            self._held.pop(key, None)
             if count > 1:
                 self._held[key] = fd, count - 1
             elif fd >= 0:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # also for processes forked since, which have the descriptor too
                 os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 #: The claims of this process.

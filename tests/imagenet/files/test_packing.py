@@ -249,7 +249,7 @@ def test_two_packers_of_one_folder_do_not_spoil_it(
 ) -> None:
     """A lease is no lock: one that was frozen goes on when another has taken over, begins or ends."""
     out = tmp_path / "out"
-    monkeypatch.setattr(Leases, "take", Leases.none)
+    monkeypatch.setattr(Leases, "take", lambda *_: Leases.none())
     steps = threading.Barrier(2, timeout=60)
 
     def pack(pause: float) -> int:

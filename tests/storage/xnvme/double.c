@@ -116,15 +116,26 @@ enum fault {
 };
 static enum fault fault;
 static long value;
-/* reads, alive buffers, writes, open devices, most in flight, largest read, gpu_id, queues, nsid, heap in MiB */
-static long counts[10];
+/* reads, alive buffers, writes, open devices, most in flight, largest read, gpu_id, queues, nsid, heap in MiB,
+ * shm_id */
+static long counts[11];
 
 void double_fail(int what, long n) { fault = what; value = n; }
 long double_count(int which) { return counts[which]; }
 void double_reset(void) { memset(counts, 0, sizeof counts); fault = NONE; }
 
 #ifdef NEXT
-void *xnvme_be_attr_get(int index) { (void)index; return NULL; }
+static struct attr { const char *name, *descr; uint32_t caps; uint8_t rest[4]; } drivers[] = {
+	{"upcie", "", 1 << 5 | 1 << 8, {0}}, /* several processes may have a drive */
+	{"libvfn", "", 1 << 5, {0}},
+	{"io_uring_bdev", "", 1 << 2, {0}},
+	{"io_uring", "", 1 << 1, {0}},
+	{"thrpool_bdev", "", 1 << 2, {0}},
+};
+struct attr *xnvme_be_attr_get(int index)
+{
+	return (size_t)index < sizeof drivers / sizeof *drivers ? drivers + index : NULL;
+}
 #else
 int xnvme_be_attr_list_bundled(void *list) { (void)list; return 0; }
 #endif
@@ -180,6 +191,7 @@ static struct dev *open_any(const char *path, struct opts *o)
 	counts[9] = o->host_heap_size >> 20;
 #endif
 	counts[8] = o->nsid;
+	counts[10] = o->shm_id;
 	counts[3]++;
 	return dev;
 }

@@ -31,7 +31,7 @@ FAULTS = (
 )  # fmt: skip
 COUNTS = [
     "reads", "buffers", "writes", "devices", "most_in_flight", "largest_read", "gpu_id", "queues",
-    "nsid", "heap_mib",
+    "nsid", "heap_mib", "shm_id",
 ]  # fmt: skip
 
 

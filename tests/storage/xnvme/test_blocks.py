@@ -8,11 +8,13 @@ import itertools
 import logging
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +24,14 @@ import torch
 from monai.transforms import Transform
 
 from monai_gds import GDSDataset
-from monai_gds.errors import CacheWarning, FileChanged, NotMappable, StorageError
+from monai_gds.errors import BlockMapError, CacheWarning, FileChanged, NotMappable, StorageError
 from monai_gds.storage import FileId, Pending, Reads, Storage, open_storage
 from monai_gds.storage import queue as queue_module
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Extent
 from monai_gds.storage.blockmap.inodes import inode_table
 from monai_gds.storage.blockmap.saved import FileBlocks
-from monai_gds.storage.xnvme import libxnvme
+from monai_gds.storage.xnvme import libxnvme, user_space
 from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.disks import small_disk
@@ -37,6 +39,7 @@ from monai_gds.testing.tools import bytes_of, content
 from tests.fresh import warm
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 from tests.storage import simulated
+from tests.storage.blockmap.striped import ARRAYS, striped
 from tests.storage.full_contract import FullContract
 from tests.storage.xnvme import libraries
 
@@ -237,6 +240,81 @@ def test_every_file_on_every_disk(filled: LoopDisk, library: str, mapped: bool) 
             ranges = [(o, n) for o in range(0, len(data), 33_333) for n in (1, 777, 40_000) if o + n <= len(data)]
             got = storage.load(Reads.of(str(path), ranges)).wait()
             assert [bytes_of(t) for t in got] == [data[o : o + n] for o, n in ranges]
+
+
+def fill_array(folder: Path) -> None:
+    (folder / "set").mkdir()
+    for seed, size in enumerate((*SIZES, *[900_001] * 20)):
+        (folder / f"set/{seed}.bin").write_bytes(content(size, seed))
+
+
+@pytest.mark.parametrize("library", ["real", "double"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "over a map"])
+@pytest.mark.parametrize("array", ARRAYS)
+def test_every_file_on_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str, mapped: bool, library: str
+) -> None:
+    """The array is simulated; see :mod:`tests.storage.blockmap.striped`."""
+    with striped(tmp_path, *ARRAYS[array], fill_array, monkeypatch) as made, libraries.using(library):
+        options = {"blockmap": BlockMap.build(made.disk.folder / "set")} if mapped else {}
+        with opened(**options) as storage:
+            for path in (made.disk.folder / "set").iterdir():
+                data = path.read_bytes()
+                size = len(data)
+                assert whole(storage, path) == data
+                got = storage.load(Reads.of(str(path), [(size // 3, size // 2)])).wait()
+                assert bytes_of(got[0]) == data[size // 3 :][: size // 2]
+
+
+def test_the_drives_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: libraries.Double) -> None:
+    """Simulated. They are opened for a file and, after an error, again."""
+    with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as made:
+        path = made.disk.folder / "set/20.bin"
+        with opened() as storage:
+            assert whole(storage, path) == content(900_001, 20)
+            assert double.count("devices") == len(made.members)
+            double.fail("BAD_STATUS")
+            with pytest.raises(StorageError, match="NVMe status"):
+                whole(storage, path)
+            assert double.count("devices") == len(made.members) - 1, "one gave the error"
+            assert whole(storage, path) == content(900_001, 20)
+        assert (double.count("devices"), double.count("buffers")) == (0, 0)
+        with opened(uri=made.members[0]) as storage, pytest.raises(StorageError, match="this storage reads"):
+            whole(storage, path)
+        assert double.count("devices") == 0, "nothing keeps the first one open"
+        made_elsewhere = BlockMap.build(made.disk.folder / "set")
+        assert made_elsewhere.origin is not None
+        other = replace(made_elsewhere.origin, uuid="0" * 36)
+        with (
+            opened(blockmap=BlockMap(dict(made_elsewhere), other)) as storage,
+            pytest.raises(StorageError, match="and the block map was made on 0000"),
+        ):
+            whole(storage, path)
+
+
+def test_an_array_that_is_reshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: libraries.Double) -> None:
+    """Simulated. md does that while it is mounted, and FIEMAP's answer stays the same."""
+    with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as made, opened() as storage:
+        path, md = made.disk.folder / "set/20.bin", made.sysfs / "md"
+        assert whole(storage, path) == content(900_001, 20)
+        (md / "level").write_text("raid4")
+        with pytest.raises(StorageError, match="it is raid4"):
+            whole(storage, path)
+        (md / "level").write_text("raid0")
+        assert whole(storage, path) == content(900_001, 20)
+        (md / "chunk_size").write_text("131072")
+        with pytest.raises(StorageError, match="lies elsewhere on the drives of its array"):
+            whole(storage, path)
+        assert whole(storage, path) != content(900_001, 20), "looked for where the new array would have it"
+
+
+def test_an_array_is_read_through_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with striped(tmp_path, *ARRAYS["equal"], fill_array, monkeypatch) as array, libraries.using("double"):
+        blocks = BlockMap.build(array.disk.folder)
+        with pytest.raises(BlockMapError, match=r"an array of 3 drives, and 0000:01:00\.0 is one of them"):
+            open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=blocks)
+        with pytest.raises(NotMappable, match="an array of drives: leave uri out"):
+            open_storage("xnvme-block", "cpu", uri=array.disk.device)
 
 
 # Over one ext4 disk.
@@ -727,6 +805,34 @@ def _user_space(
     return opened(**{"uri": "0000:01:00.0", "be": "upcie", "blockmap": blocks, **options})
 
 
+#: Reads a file by a driver in user space, as another process: prints what came of it.
+_OTHER_PROCESS = """
+import sys
+from monai_gds import open_storage
+from monai_gds.storage import Reads
+from monai_gds.storage.xnvme import user_space
+user_space._DEVICES = sys.argv[1]
+storage = open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=sys.argv[2])
+try:
+    read = storage.load(Reads.of(sys.argv[3], [(0, 3_000_000)])).wait()[0].numel()
+    print(f"read {read} bytes, shm_id {storage.describe()['shm_id']}")
+except OSError as e:
+    print(e)
+"""
+
+
+def _pci_device(root: Path, driver: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The drive's folder in a /sys below ``root``, where a driver of the kernel has it."""
+    device = root / "devices/0000:01:00.0"
+    device.mkdir(parents=True, exist_ok=True)
+    (device / "config").touch()
+    (root / driver).mkdir()
+    (device / "driver").unlink(missing_ok=True)
+    (device / "driver").symlink_to(root / driver)
+    monkeypatch.setattr(user_space, "_DEVICES", str(root / "devices"))
+    return device
+
+
 class TestUserSpace:
     def test_reads_by_the_map_alone(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
         (disk.folder / "set/small.bin").write_bytes(content(777))
@@ -942,6 +1048,53 @@ class TestUserSpace:
         with libraries.using("double next"), _user_space(disk, nsid=2, heap_bytes="128MiB", mem="cpu") as storage:
             assert whole(storage, file) == content(3_000_000)
         assert (double.count("nsid"), double.count("heap_mib")) == (2, 128)
+
+    def test_processes_share_a_drive(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Simulated: the double counts what it was opened with, and is a drive that any process may open."""
+        device = _pci_device(tmp_path, "uio_pci_generic", monkeypatch)
+        monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
+        double = libraries.Double("double next")
+        BlockMap.build(disk.folder / "set", checksums=True).save(tmp_path / "map.json")
+        other = [sys.executable, "-c", _OTHER_PROCESS, str(device.parent), str(tmp_path / "map.json"), str(file)]
+        with libraries.using("double next"), _user_space(disk) as storage:
+            double.reset()
+            assert whole(storage, file) == content(3_000_000)
+            assert double.count("shm_id") == storage.describe()["shm_id"] > 0
+            assert run(*other) == f"read 3000000 bytes, shm_id {double.count('shm_id')}"
+            assert whole(storage, file) == content(3_000_000)
+            child = os.fork()
+            if not child:
+                try:
+                    libxnvme.claims.take("0000:01:00.0", shared=True)
+                except StorageError as e:
+                    os._exit(0 if "start processes by 'spawn'" in str(e) else 2)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "it has the memory of the driver"
+        assert double.count("devices") == 0, "nobody else had it at the end"
+        with libraries.using("double next"), _user_space(disk) as storage:
+            other_one = user_space.Claims()
+            other_one.take("0000:01:00.0", shared=True)
+            assert whole(storage, file) == content(3_000_000)
+            storage.close()
+            assert double.count("devices") == 1, "else closing it would end the reads of the others"
+            _pci_device(tmp_path, "vfio-pci", monkeypatch)
+            assert "another process reads this drive in user space" in run(*other)
+
+    @pytest.mark.parametrize(("kind", "be"), [("double", "upcie"), ("double next", "libvfn")])
+    def test_a_library_or_a_driver_that_does_not_share(
+        self, disk: LoopDisk, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, be: str
+    ) -> None:
+        _pci_device(tmp_path, "uio_pci_generic", monkeypatch)
+        monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
+        double = libraries.Double(kind)
+        with libraries.using(kind), _user_space(disk, be=be) as storage:
+            double.reset()
+            storage.load(Reads.of("set/file.bin", [(0, 1)])).wait()
+            assert (double.count("shm_id"), double.count("devices")) == (0, 1)
+            with pytest.raises(StorageError, match="another process reads this drive"):
+                user_space.Claims().take("0000:01:00.0", shared=True)
 
     def test_an_address_without_its_domain(self, disk: LoopDisk, file: Path, double: libraries.Double) -> None:
         with _user_space(disk, uri="01:00.0") as storage:

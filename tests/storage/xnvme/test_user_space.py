@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from monai_gds.errors import StorageError
-from monai_gds.storage.xnvme.user_space import Claims, full_address, why_not_opened
+from monai_gds.storage.xnvme.user_space import Claims, full_address, sharing_id, why_not_opened
 
 ADDRESS = "0000:01:00.0"
 
@@ -69,6 +69,60 @@ def test_a_drive_belongs_to_one_process(root: Path) -> None:
     second.take(ADDRESS)
     second.give_up(ADDRESS)
     first.take("10.0.0.1:4420")  # in the network: whoever opens it says more
+
+
+def test_processes_whose_drivers_share_have_a_drive_together(root: Path) -> None:
+    (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
+    first, second, alone = Claims(root), Claims(root), Claims(root)  # of three processes
+    for claims in (first, second, first):
+        claims.take(ADDRESS, shared=True)
+    with pytest.raises(StorageError, match="in each by be='upcie' of xNVMe's development branch"):
+        alone.take(ADDRESS)
+    first.give_up(ADDRESS)  # of what could not be opened
+    first.give_up(ADDRESS)
+    second.give_up(ADDRESS)
+    alone.take(ADDRESS)
+    with pytest.raises(StorageError, match="another process reads this drive"):
+        second.take(ADDRESS, shared=True)
+
+
+def test_a_drive_that_others_have_stays_open(root: Path) -> None:
+    """As xNVMe takes it from all of them when the process that opened it first closes it."""
+    (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
+    first, second, alone = Claims(root), Claims(root), Claims(root)
+    closed: list[str] = []
+    for claims in (first, first, second):
+        claims.take(ADDRESS, shared=True)
+    first.give_up(ADDRESS, lambda: closed.append("one of two"))
+    first.give_up(ADDRESS, lambda: closed.append("the last one"))
+    assert closed == ["one of two"]
+    first.take(ADDRESS, shared=True)
+    first.give_up(ADDRESS, lambda: closed.append("opened again"))
+    assert closed == ["one of two", "opened again"]
+    second.give_up(ADDRESS)
+    with pytest.raises(StorageError, match="another process reads this drive"):
+        alone.take(ADDRESS)
+
+
+def test_the_last_process_closes_its_drive(root: Path) -> None:
+    (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
+    first, second, alone = Claims(root), Claims(root), Claims(root)
+    closed: list[str] = []
+    for claims in (first, second):
+        claims.take(ADDRESS, shared=True)
+    second.give_up(ADDRESS)
+    first.give_up(ADDRESS, lambda: closed.append("the last one"))
+    assert closed == ["the last one"]
+    alone.take(ADDRESS)
+
+
+def test_what_a_drive_is_shared_by(root: Path) -> None:
+    here = sharing_id(ADDRESS, "upcie", root)
+    assert here == sharing_id(ADDRESS, "upcie-cuda", root) > 0, "for all processes the same"
+    assert here != sharing_id("0000:02:00.0", "spdk", root) > 0
+    assert sharing_id("10.0.0.1:4420", "spdk", root) == 0
+    bind(root, "vfio-pci")
+    assert sharing_id(ADDRESS, "upcie", root) == 0, "uPCIe would refuse to open it"
 
 
 def test_other_errors_and_other_drivers_have_their_errno_alone(root: Path) -> None:

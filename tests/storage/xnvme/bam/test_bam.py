@@ -17,7 +17,7 @@ import torch
 
 from monai_gds import GDSDataset, ImageNetDataset
 from monai_gds.bench.made_up import write_image_folder
-from monai_gds.errors import BackendUnavailable, StorageError
+from monai_gds.errors import BackendUnavailable, BlockMapError, StorageError
 from monai_gds.storage import Reads, Storage, available_backends, open_storage, registry
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.xnvme.bam import bam, software_controller
@@ -26,6 +26,7 @@ from monai_gds.storage.xnvme.libxnvme import Completion
 from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.tools import bytes_of, content
 from tests.loopdisk import loop_disk
+from tests.storage.blockmap.striped import ARRAYS, striped
 from tests.storage.xnvme.bam.bam_commands import (
     BLOCK,
     CPU,
@@ -43,7 +44,7 @@ from tests.storage.xnvme.bam.bam_commands import (
 )  # fmt: skip
 from tests.storage.xnvme.bam.host_kernel import HostBamBackend
 from tests.storage.xnvme.images import make_image
-from tests.storage.xnvme.test_blocks import Volume, ended_quietly
+from tests.storage.xnvme.test_blocks import Volume, ended_quietly, fill_array
 
 #: Of images that are made without checksums, and without the inodes of a file system.
 pytestmark = [
@@ -93,6 +94,19 @@ class TestBamOnTheHost(OnADisk, WriteContract):
 @pytest.mark.parametrize("place", [512], indirect=True)
 class TestBamOnCuda(OnADisk, CudaBackendContract, WriteContract):
     target = "cuda"
+
+
+def test_files_on_an_array_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated one; each drive has a controller and a kernel of its own."""
+    with (
+        striped(tmp_path, *ARRAYS["unequal, original"], fill_array, monkeypatch) as made,
+        closing(opened("cpu")) as read,
+    ):
+        for path in sorted((made.disk.folder / "set").iterdir())[:12]:
+            data = path.read_bytes()
+            assert bytes_of(read.load(Reads.of(str(path), [(0, len(data))])).wait()[0]) == data
+        with pytest.raises(BlockMapError, match="an array of 3 drives"):
+            opened("cpu", uri=str(made.disk.image), blockmap=BlockMap.build(made.disk.folder / "set"))
 
 
 # The kernel, command by command.

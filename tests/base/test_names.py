@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monai_gds.base.data_root import above, below
+from monai_gds.base.names import above, below
 
 _parts = st.lists(st.text("ab /", min_size=1, max_size=3).map(lambda t: t.strip("/") or "c"), min_size=1, max_size=3)
 _roots = _parts.map(lambda parts: "/" + "/".join(parts)) | st.just("/")
