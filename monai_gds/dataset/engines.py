@@ -37,6 +37,7 @@ from monai_gds.base.workers import Workers
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
+from monai_gds.pipeline.hidden import states_kept
 from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.owner import this_process
 from monai_gds.shared.temporary import JOB, create, opened
@@ -99,7 +100,8 @@ class FirstHere:
     """Computes items of small files in this process until that has taken as long as it takes to start workers.
 
     Then, or from the first large file on, workers compute them. They do all of those that name no files, of which
-    nothing is known, and what may initialise CUDA here.
+    nothing is known, and what may initialise CUDA here. How many items are computed here depends on the machine's
+    speed, so the process's random states stay as they are.
     """
 
     def __init__(self, session: Session, num_workers: int) -> None:
@@ -118,7 +120,8 @@ class FirstHere:
             return self._workers.submit(index, anyway)
         began = time.monotonic()
         try:
-            return self._here.submit(index, anyway)
+            with states_kept():
+                return self._here.submit(index, anyway)
         finally:
             self._left -= time.monotonic() - began
 

@@ -163,7 +163,7 @@ class Hidden:
             return ""
         try:
             self._is_done = True
-            with _put_back(generators):
+            with states_kept(generators):
                 return self._culprit(item, computed)
         finally:
             _one.release()
@@ -194,8 +194,8 @@ class Hidden:
 
 
 @contextmanager
-def _put_back(generators: list[Any]) -> Iterator[None]:
-    """Puts generators back into their states, where the main thread computes."""
+def states_kept(generators: Sequence[Any] = _GLOBAL) -> Iterator[None]:
+    """Puts generators, by default those of the process, back into their states, where the main thread computes."""
     states = [state_of(generator) for generator in generators]
     try:
         yield

@@ -144,7 +144,7 @@ def _argument(value: Any, tensors: dict[int, int], numbers: list[Any]) -> _Argum
 
 
 class Functions:
-    """The functions for programs that are replayed on a device. Those that fail once are not used again."""
+    """The functions for programs that are replayed on a device. What cannot be built once is not tried again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -189,13 +189,16 @@ def _built(piece: Piece, names: Sequence[str], device: torch.device) -> Function
         values[traced.places[number]].setType(tensor)
     for name, arguments, outs in traced.steps:
         schema = op_of(name)._schema
-        given = dict(arguments)
+        wanted = {where: str(about.type) for i, about in enumerate(schema.arguments) for where in (i, about.name)}
+        if strange := [where for where, _ in arguments if where not in wanted]:
+            raise ValueError(f"{name} has no {strange}")
+        # Numbers become inputs of the graph in the order in which they are given, which need not be the schema's.
+        given = {where: _input(graph, argument, wanted[where], values, device) for where, argument in arguments}
         inputs = []
         for i, about in enumerate(schema.arguments):
-            argument = given.pop(i, None) or given.pop(about.name, None) or ("constant", about.default_value)
-            inputs.append(_input(graph, argument, str(about.type), values, device))
-        if given:
-            raise ValueError(f"{name} has no {sorted(map(str, given))}")
+            place = i if i in given else about.name
+            default = "constant", about.default_value
+            inputs.append(given[place] if place in given else _input(graph, default, wanted[i], values, device))
         node = graph.create(name.rpartition(".")[0], inputs, len(schema.returns))
         graph.insertNode(node)
         kinds = [str(one.type) for one in schema.returns]

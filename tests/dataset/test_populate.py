@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -144,6 +145,27 @@ def test_a_few_items_of_small_files_are_computed_without_workers(
     monkeypatch.setattr(engines, "_START_SECONDS", 1000.0)
     assert of_files(4).populate() == Populated(0, 4)
     assert processes(log) == {os.getpid()}
+
+
+class Draws(mt.Transform):
+    """Draws from the generators of the process, as a network does that is made and then loaded."""
+
+    def __call__(self, data: Any) -> Any:
+        torch.rand(1), np.random.rand(), random.random()
+        return data
+
+
+def test_the_training_draws_the_same_however_many_items_were_computed_here(
+    of_files: Any, monkeypatch: pytest.MonkeyPatch, cores: None
+) -> None:
+    monkeypatch.setattr(engines, "_START_SECONDS", 1000.0)
+    with torch.random.fork_rng():
+        drawn = []
+        for populate in (lambda: None, of_files(4, Draws()).populate):
+            torch.manual_seed(1), np.random.seed(1), random.seed(1)
+            populate()
+            drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("why", ["long", "large", "cuda"])

@@ -213,3 +213,27 @@ def test_the_steps_of_a_waiting_program_are_nothing_to_the_collector() -> None:
             objects.add(id(one))
             todo += gc.get_referents(one) if isinstance(one, (tuple, list, dict)) else []
     assert len(objects) < 50
+
+
+class Weighted(mt.RandomizableTransform):  # type: ignore[misc]
+    """Numbers by name, whose order in the operation is not that of the alphabet."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+
+    def __call__(self, of: Any) -> Any:
+        image = of["image"].as_subclass(torch.Tensor)[0] * self.R.uniform(1, 2)
+        return {**of, "image": torch.baddbmm(image, image, image, beta=2.0, alpha=self.alpha).abs().sqrt()}
+
+
+def test_numbers_given_by_name_keep_their_places(functions: jit.Functions, ran: list[int]) -> None:
+    def make(alpha: float) -> Any:
+        return mt.Compose([mt.RandSpatialCropd(KEYS, (8, 8, 8), random_size=False), Weighted(alpha)])
+
+    expected = made(recorded(1, lambda: make(3.0)))["image"]
+    jit.functions_for.cache_clear()
+    made(recorded(1, lambda: make(2.0)))  # as long as both are equal, nothing differs
+    ran[0] = 0
+    assert_same(expected, made(recorded(1, lambda: make(3.0)))["image"])
+    assert ran[0] > 0
