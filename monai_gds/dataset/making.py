@@ -40,9 +40,6 @@ from monai_gds.records.problems import with_advice
 from monai_gds.shared.leases import Lease, Leases, pace, take_turn
 from monai_gds.shared.owner import this_process
 
-#: Items that take fewer seconds are computed without a lease, which takes some 30 system calls.
-_QUICK_SECONDS = 0.005
-
 
 class Misses:
     """Counts the misses of one dataset in one process.
@@ -51,16 +48,14 @@ class Misses:
 
     Attributes:
         of: the dataset and its transforms, for all processes of the run: they do not repeat one another's warnings.
-        quick: whether the last item took so little time that two processes may both compute the next one.
     """
 
-    __slots__ = ("_count", "_why", "of", "quick", "repeats")
+    __slots__ = ("_count", "_why", "of", "repeats")
 
     def __init__(self) -> None:
         self._count = 0
         self._why: list[str] = []  # what differs from the nearest record, while every item misses
         self.of: tuple[Any, ...] = ()
-        self.quick = False
         self.repeats = Repeats()
 
     def hit(self) -> None:
@@ -191,9 +186,7 @@ class ItemMaker(NamedTuple):
                 encoded, storable = encode_item(computed, strict=False), False
         if (bits := self.mantissa_bits) is not None:
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}
-        seconds = time.perf_counter() - began
-        pace.note(seconds)
-        self.misses.quick = seconds < _QUICK_SECONDS
+        pace.note(time.perf_counter() - began)
         stages.count("computed")
         if storable and unsupported != "pass" and (why := self.hidden.look(states, item, computed)):
             storable = False
@@ -226,8 +219,8 @@ class RecordMaker(NamedTuple):
     ) -> Any:
         """The item of a key that has no record, for a loop that goes on with it.
 
-        Waits a while if another process computes it, unless that takes hardly any time. Otherwise it is computed and
-        saved, unless that fails, of which the user is warned.
+        Waits a while if another process computes it. Otherwise it is computed and saved, unless that fails, of which
+        the user is warned.
 
         Args:
             key: the item's key.
@@ -237,10 +230,9 @@ class RecordMaker(NamedTuple):
             unsupported: what happens to an item that a record cannot hold.
             behind: whether the record may be written in the background.
         """
-        cache, lease, found = self.cache, Leases.none(), None
-        if not self.items.misses.quick:
-            stages.enter("waiting for other processes")
-            lease, found = take_turn(cache.path, key.name, lambda: look(cache, self.keys.now(item), item))
+        cache = self.cache
+        stages.enter("waiting for other processes")
+        lease, found = take_turn(cache.path, key.name, lambda: look(cache, self.keys.now(item), item))
         if found is not None:
             return found[0]
         with lease:

@@ -8,7 +8,6 @@ import functools
 import gc
 import io
 import json
-import math
 import operator
 import os
 import pickle
@@ -51,7 +50,6 @@ from monai_gds import (
     PopulateError,
     UnsupportedType,
 )
-from monai_gds.dataset import making
 from monai_gds.folder import budget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.maintenance import survey
@@ -1080,7 +1078,8 @@ def test_thread_data_loader(make: Make, volumes: Any, use_thread_workers: bool) 
         loader = ThreadDataLoader(dataset, batch_size=1, num_workers=2 * use_thread_workers,
                                   use_thread_workers=use_thread_workers)  # fmt: skip
         assert sorted(batch["name"][0] for batch in loader) == [v["name"] for v in volumes]
-    assert Count.calls == len(volumes)
+    # A thread that begins seeds the process's generators, so an item under way seems random, and is computed once more.
+    assert len(volumes) <= Count.calls <= len(volumes) + use_thread_workers
 
 
 def test_several_processes_fill_one_cache(make: Make, cache_dir: Path, volumes: Any) -> None:
@@ -1198,33 +1197,6 @@ def test_the_end_of_a_dataset_makes_nothing_in_a_folder_that_is_being_removed(ma
     del dataset
     gc.collect()
     assert not (cache_dir / ".index").exists()
-
-
-class Leases(mt.Transform):
-    """Keeps how many items other processes see as being computed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.seen = str(folder / ".tmp"), list[int]()
-
-    def __cache_key__(self) -> str:
-        return "leases"
-
-    def __call__(self, data: Any) -> Any:
-        self.seen.append(sum(name.endswith(".lease") for name in os.listdir(self.folder)))
-        return data
-
-
-@pytest.mark.parametrize(("quick", "seen"), [(0.0, [1, 1, 1]), (math.inf, [1, 0, 0])])
-def test_quick_items_are_computed_without_telling_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: float, seen: list[int]
-) -> None:
-    """A file for each of them would take longer than they do."""
-    monkeypatch.setattr(making, "_QUICK_SECONDS", quick)
-    look = Leases(tmp_path)
-    dataset = GDSDataset(range(3), mt.Compose([look, lambda i: torch.ones(i)]), tmp_path, device="cpu")
-    for index in range(3):
-        dataset[index]
-    assert look.seen == seen
 
 
 @pytest.fixture

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import nibabel as nib
-import numpy as np
 import pytest
 import torch
 from monai.data import Dataset
 from monai.transforms import (
     Compose,
     EnsureTyped,
-    LoadImaged,
     RandomizableTransform,
     RandScaleIntensityd,
     RandSpatialCropd,
@@ -30,8 +27,9 @@ from monai.transforms import (
 )
 from torch.utils.data import DistributedSampler, Sampler
 
-from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
 from monai_gds.errors import BrokenItem, WorkerDied
+from tests.fresh import Interpreter
 from tests.polls import until
 
 Make = Callable[..., GDSDataset]
@@ -54,17 +52,18 @@ class Fails(Transform):  # type: ignore[misc]
         return item
 
 
+def made_in(folder: Path, broken: Iterable[int] = BROKEN, crop: bool = False) -> GDSDataset:
+    edge = 80 if crop else 8
+    data = [{"image": torch.full((1, edge, edge, edge), float(n)), "n": n} for n in range(20 if crop else ITEMS)]
+    first = RandSpatialCropd("image", (16, 16, 16), random_size=False) if crop else None
+    steps = [Fails(set(broken)), EnsureTyped("image"), first, RandScaleIntensityd("image", factors=0.1, prob=1)]
+    folder = folder / ("cache" if set(broken) else "whole")
+    return GDSDataset(data, Compose([step for step in steps if step]), folder, "cpu")
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    def make_dataset(broken: Iterable[int] = BROKEN, crop: bool = False) -> GDSDataset:
-        edge = 80 if crop else 8
-        data = [{"image": torch.full((1, edge, edge, edge), float(n)), "n": n} for n in range(20 if crop else ITEMS)]
-        first = RandSpatialCropd("image", (16, 16, 16), random_size=False) if crop else None
-        steps = [Fails(set(broken)), EnsureTyped("image"), first, RandScaleIntensityd("image", factors=0.1, prob=1)]
-        folder = tmp_path / ("cache" if set(broken) else "whole")
-        return GDSDataset(data, Compose([step for step in steps if step]), folder, "cpu")
-
-    return make_dataset
+    return partial(made_in, tmp_path)
 
 
 def epoch(dataset: GDSDataset, num_workers: int = 0, **settings: Any) -> tuple[list[list[int]], GDSDataLoader]:
@@ -228,24 +227,27 @@ def test_what_cannot_skip_is_refused() -> None:
         GDSDataLoader(Dataset([1]), on_error="ignore")  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore::monai_gds.CacheWarning")  # of what was skipped
 @pytest.mark.parametrize("programs", ["off", "check"])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_error_keeps_no_loader_in_memory(make: Make, programs: str, on_error: str) -> None:
+def test_an_error_keeps_no_loader_in_memory(
+    interpreter: Interpreter, tmp_path: Path, programs: str, on_error: str
+) -> None:
     """Also where the collector does not run."""
-    dataset = make()
-    loader = GDSDataLoader(dataset, 2, batch_size=4, programs=programs, on_error=on_error)  # type: ignore[arg-type]
+    interpreter.call(_leaves_nothing, tmp_path, programs, on_error)
+
+
+def _leaves_nothing(folder: Path, programs: Any, on_error: Any) -> None:
+    warnings.simplefilter("ignore", CacheWarning)  # of what was skipped
+    dataset = made_in(folder)
+    loader = GDSDataLoader(dataset, 2, batch_size=4, programs=programs, on_error=on_error)
     kept: list[weakref.ref[Any]] = [weakref.ref(loader), weakref.ref(dataset)]
     gc.collect()
     gc.disable()
-    try:
-        with suppress(RuntimeError):
-            for _ in loader:
-                pass
-        del loader, dataset
-        until(lambda: not any(one() for one in kept), "they are kept", 20)
-    finally:
-        gc.enable()
+    with suppress(RuntimeError):
+        for _ in loader:
+            pass
+    del loader, dataset
+    until(lambda: not any(one() for one in kept), "they are kept", 20)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
