@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +16,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
+import numpy as np
 import pytest
 import torch
 from monai.data import Dataset
 from monai.transforms import (
     Compose,
     EnsureTyped,
+    LoadImaged,
     RandomizableTransform,
     RandScaleIntensityd,
     RandSpatialCropd,
@@ -27,7 +32,7 @@ from monai.transforms import (
 )
 from torch.utils.data import DistributedSampler, Sampler
 
-from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, PopulateError
 from monai_gds.errors import BrokenItem, WorkerDied
 from tests.fresh import Interpreter
 from tests.polls import until
