@@ -329,6 +329,6 @@ IMAGE_BUFFERS = 8
 #: enough that a window of eight files, and as many read ahead, fit into memory.
 PACKED_FILE_BYTES = 32 << 20
 
-#: Forms of pieces of programs that have a function of TorchScript on each device; a pipeline has some tens. Others run
-#: step by step.
+#: Forms of pieces of programs that have a function of TorchScript on each device; one of eleven transforms had eleven.
+#: Others run step by step.
 SCRIPTED_FORMS = 500

@@ -1,8 +1,8 @@
 """Pieces of programs as functions of TorchScript, whose interpreter runs them without Python's lock.
 
 A piece is a run of steps of one transform that depend on one another, such as all that is done to one crop. Pieces that
-differ only in their numbers have one form, and one function, which is built when a form is met first: that takes some
-20 times as long as running it. :mod:`.emission` cuts programs into pieces, and :mod:`.replay` runs them.
+differ only in their numbers have one form, and one function, which is built when a form is met first: that takes more
+than ten times as long as running it. :mod:`.emission` cuts programs into pieces, and :mod:`.replay` runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _C = torch._C
 #: Takes the tensors and numbers of a piece. Gives what it makes: nothing, a tensor, or a tuple of them.
 Function: TypeAlias = Callable[..., Any]
 
-#: A piece with fewer steps takes no longer in Python.
+#: Fewer steps run in Python: a function would save microseconds, and each form costs a build and a comparison.
 _LEAST_STEPS = 4
 
 #: In TorchScript these are numbers.

@@ -176,11 +176,6 @@ class Program(NamedTuple):
         pieces: list[Piece] = pickle.loads(self.pickled)
         return pieces
 
-    @property
-    def steps(self) -> list[Step]:
-        """The operations in their order."""
-        return [step for piece in self.pieces for step in pickle.loads(piece.steps)]
-
     def boxes(self) -> dict[str, list[Box]]:
         """The voxels that the program touches, by the names of the tensors: those of each view, not all between."""
         found: dict[str, dict[tuple[tuple[int, int], ...], Box]] = {}

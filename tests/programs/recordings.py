@@ -17,7 +17,7 @@ from monai.data import MetaTensor
 
 from monai_gds.pipeline.randomness import seed_everything, slots, states_at
 from monai_gds.pipeline.split import Split
-from monai_gds.programs.program import Asked, Program
+from monai_gds.programs.program import Asked, Program, Step
 from monai_gds.programs.recorder import Recorded, Recorder
 from monai_gds.programs.replay import GuardFailed, answered, replay
 from tests.same import assert_same, strides
@@ -211,6 +211,11 @@ def _replayed(recorded: Recorded, of: dict[str, Any], where: Where) -> Any:
                 }, "the eager rest may write into the record's memory"
     assert not any(volume.changed() for volume in voxels.values()), "the program writes into the record's memory"
     return got
+
+
+def steps_of(program: Program) -> list[Step]:
+    """The operations of a program, in their order."""
+    return [step for piece in program.pieces for step in pickle.loads(piece.steps)]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

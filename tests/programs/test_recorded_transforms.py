@@ -11,7 +11,7 @@ import monai.transforms as mt
 import pytest
 
 from tests.programs.random_recipes import ARRAY, BOTH, DICTIONARY, HOLDING, LEFT_OUT, MODES, exported, pipeline
-from tests.programs.recordings import AS_CUDA, CPU, CUDA, Where, item, run, seeded
+from tests.programs.recordings import AS_CUDA, CPU, CUDA, Where, item, run, seeded, steps_of
 
 WHERE = [
     pytest.param(CPU, id="cpu"),
@@ -61,7 +61,7 @@ def test_a_transform_of_monais(name: str, seeds: int, where: Where) -> None:
             assert outcome.done is None, outcome.why
         else:
             assert outcome.done == 1 and ends in outcome.why
-        print(name, where, seed, len(outcome.program.steps), "steps")
+        print(name, where, seed, len(steps_of(outcome.program)), "steps")
 
 
 @pytest.mark.parametrize("where", WHERE[1:])

@@ -39,6 +39,7 @@ from tests.programs.recordings import (
     record,
     run,
     seeded,
+    steps_of,
     tensors,
 )
 
@@ -268,7 +269,7 @@ RECORDED = [
 def test_ones_own(function: Callable[[Any, Any], Any], where: Where) -> None:
     outcome = ran(function, where)
     assert outcome.done is None, outcome.why
-    assert len(outcome.program.steps) > 1
+    assert len(steps_of(outcome.program)) > 1
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -632,7 +633,7 @@ def test_part_of_a_tensor_that_is_changed_is_not_copied_onto_itself(where: Where
     assert (
         sum(
             step.op == ran(brighter, where).program.ops.index("aten::copy_.default")
-            for step in ran(brighter, where).program.steps
+            for step in steps_of(ran(brighter, where).program)
         )
         == 1
     )
@@ -796,9 +797,9 @@ def test_views_and_constants_are_there_once_and_dead_values_are_dropped() -> Non
 
     program = run(own(again)).program
     assert len(program.constants) == 1
-    assert [program.ops[step.op] for step in program.steps].count("aten::slice.Tensor") == 1
+    assert [program.ops[step.op] for step in steps_of(program)].count("aten::slice.Tensor") == 1
     alive = len(program.views) + len(program.constants)
-    for step in program.steps:
+    for step in steps_of(program):
         alive += len(set(step.outs)) - len(step.dead)
         assert alive < 9
 
