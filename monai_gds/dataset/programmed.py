@@ -186,7 +186,8 @@ class Programmed:
     waits = False
 
     __slots__ = (
-        "_answer", "_index", "_lazy", "_seed", "_session", "_split", "_trust", "_values", "_volumes", "_whole", "plain",
+        "_answer", "_index", "_lazy", "_made", "_seed", "_session", "_split", "_trust", "_values", "_volumes", "_whole",
+        "plain",
     )  # fmt: skip
 
     def __init__(self, session: Session, split: Split, index: int, answer: Answer, seed: Seed, trust: Trust) -> None:
@@ -196,6 +197,7 @@ class Programmed:
         self._lazy: PendingItem | None = None
         self._volumes: Volumes | None = None
         self._values: Mapping[str, Any] | None = None
+        self._made: Any = None  # what the program gave, if it was replayed before the item's epoch began
         self._whole: Begun | None = None
         program, cache = answer.program, session.cache()
         assert cache is not None, "the caller has checked that items are cached"
@@ -227,6 +229,21 @@ class Programmed:
         if self._values is None:
             self._begin_whole().arrive()
 
+    def replayed(self) -> bool:
+        """Replays the program. The item may be ended in a later epoch then; False if there is nothing to replay."""
+        if self._whole is None:
+            self.arrive()
+            self._made = self._replay()
+        return self._made is not None
+
+    def holds(self, trust: Trust) -> bool:
+        """Whether an item that was replayed in an epoch before is what would be replayed now: its sources are the same,
+        and the program is still trusted.
+        """
+        program = self._answer.program
+        fresh = self._answer.digest == self._session.key(self._index).digest
+        return fresh and self._trust is trust and program is not None and trust.covers(program.done)
+
     def end(self) -> Any:
         """The item on the device, after its random transforms."""
         with naming(self._index, self._session.data[self._index]):
@@ -238,19 +255,12 @@ class Programmed:
 
     def _first(self) -> tuple[Any, int]:
         """The item after the transforms in its program, and how many these are."""
-        program, values = self._answer.program, self._values
-        if program is None or values is None:
+        program = self._answer.program
+        item, self._made = self._made, None
+        if item is None:
+            item = self._replay()
+        if program is None or item is None:
             return self._begin_whole().taken()[0], 0
-        stages.enter("random transforms", "replay")
-        try:
-            item = replay(program, values, self._session.target())
-        except GuardFailed as e:
-            self._trust.learn(e.found)
-            return self._begin_whole().taken()[0], 0
-        except RuntimeError as e:
-            if isinstance(e, torch.OutOfMemoryError):
-                raise
-            return self._begin_whole().taken()[0], 0  # if it is the transform's, it comes again
         self._session.runtime.misses.hit()
         self.plain = self._answer.plain
         if self._trust.is_due(program) and not any(step < program.done for step in self._answer.drew_globally):
@@ -260,6 +270,21 @@ class Programmed:
                 with suppress(RecordGone):
                     item = self._trust.compared(made, program, self._split.steps(), self._eagerly, self._again)
         return item, program.done
+
+    def _replay(self) -> Any:
+        """What the program gives; None if the item must be made eagerly."""
+        program, values = self._answer.program, self._values
+        if program is None or values is None:
+            return None
+        stages.enter("random transforms", "replay")
+        try:
+            return replay(program, values, self._session.target())
+        except GuardFailed as e:
+            self._trust.learn(e.found)
+        except RuntimeError as e:
+            if isinstance(e, torch.OutOfMemoryError):
+                raise  # if it is a transform's error, it comes again
+        return None
 
     def _rest(self, item: Any, done: int) -> Any:
         """Runs the transforms after the first ``done``."""

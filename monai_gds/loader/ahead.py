@@ -57,6 +57,7 @@ class Programs:
         self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
         self._foresee, self._news = foresee, crew.news
         self._parts = list(loops)
+        self._first: list[tuple[tuple[GDSDataset, int, Seed], Running]] = []  # items of the next epoch's first batch
         #: How many items are drawn ahead of those that are read.
         self.window = 2 * crew.order.num_workers
 
@@ -66,10 +67,30 @@ class Programs:
 
     def go_on(self) -> None:
         """Has workers begin with the next epoch, since all of this one is ordered."""
+        items: list[tuple[GDSDataset, int, Seed]] = []
+        first = 0
         with suppress(Exception):  # of the user's sampler: it comes again with that epoch
-            batches = self._foresee()
-            items = ((*place, seed) for one in batches for place, seed in zip(one.places, one.seeds, strict=True))
-            self._crew.go_on([self._task(*item) for item in islice(items, self.window)])
+            for batch in self._foresee():
+                items += [(*place, seed) for place, seed in zip(batch.places, batch.seeds, strict=True)]
+                first = first or len(items)
+                if len(items) >= self.window:
+                    break
+        running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
+        self._first = list(zip(items, running, strict=False))[:first]
+
+    def make_first(self, most: int) -> None:
+        """Makes up to ``most`` items of the next epoch's first batch, as far as they are drawn: now the training has
+        work, and then it would wait. Not in an epoch that is measured, which would have them in its figures.
+        """
+        made = []
+        with suppress(Exception):  # it comes again with that epoch
+            for item, running in [] if self._watch is not None else self._first[:most]:
+                if not running.has_program:
+                    break
+                made.append((running, self.begin(*item, running)))
+            for running, begun in made:  # all are being read
+                if begun.replayed():
+                    running.begun = begun
 
     def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
         part = self._parts.index(dataset)
@@ -85,17 +106,20 @@ class Programs:
             LoopLeft: the loop was left meanwhile.
             Exception: what the worker raised.
         """
+        session, split = dataset.session, self._loops[dataset]
+        trust = self._trusts[self._parts.index(dataset)]
+        begun, running.begun = running.begun, None
+        if begun is not None and begun.holds(trust):
+            return begun
         answer = self._crew.result(running, self._watch)
         if answer is None:
             raise LoopLeft
-        session, split = dataset.session, self._loops[dataset]
         if running.foreseen and answer.digest not in ("", session.key(index).digest):
             self._crew.again(running)  # a source was edited between the epochs
             answer = self._crew.result(running, self._watch)
             if answer is None:
                 raise LoopLeft
         answer.saved.note()
-        trust = self._trusts[self._parts.index(dataset)]
         trust.note(answer.program, answer.refused)
         stages.count("rounded", answer.rounded)
         if answer.refused is not None:  # and not one that is not tried again
@@ -204,6 +228,9 @@ class ReadAhead:
             if self._error is not None:
                 raise self._error
             self._complete = True
+            if self._programs is not None:
+                with self._around.applied():
+                    self._programs.make_first(self._last and limits.FORESEEN_BYTES // self._last)
             return NO_BATCH
         items = []
         plain = True

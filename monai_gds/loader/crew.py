@@ -28,7 +28,7 @@ from monai_gds.base.questions import Answers
 from monai_gds.base.stages import Measurements, Watch, enter
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.dataset.programmed import Seed
+from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.errors import WorkerDied
 from monai_gds.loader.shared_memory import Arena, Arenas
 from monai_gds.loader.worker import BatchTask, Guess, ItemTask, Work, Worker
@@ -92,6 +92,7 @@ class Running:
     task: BatchTask | ItemTask
     answer: Future[tuple[Any, Measurements | None]]
     generation: int  # of the processes that were given it
+    begun: Programmed | None = None  # the item, if it was made before its epoch began
 
     @property
     def foreseen(self) -> bool:
@@ -102,6 +103,13 @@ class Running:
     def is_done(self) -> bool:
         """Whether its result can be had without waiting."""
         return self.answer.done()
+
+    @property
+    def has_program(self) -> bool:
+        """Whether it is an item that has been recorded."""
+        if not self.is_done or self.answer.exception() is not None:  # to raise it would make it hold its frames
+            return False
+        return getattr(self.answer.result()[0], "program", None) is not None
 
 
 class Crew:
@@ -176,12 +184,14 @@ class Crew:
             self._give_up_guess()
         return running or self.submit(task)
 
-    def go_on(self, tasks: Iterable[ItemTask]) -> None:
+    def go_on(self, tasks: Sequence[ItemTask]) -> list[Running]:
         """Has items drawn that the next epoch will order, if it is the one that is foreseen."""
         self._wrong = self._wrong or Arena(8)
         self._guesses += 1
         guess = Guess(self._guesses, self._wrong.place)
-        self._ahead = {(t.part, t.number, t.seed): self.submit(t._replace(guess=guess)) for t in tasks}
+        running = [self.submit(task._replace(guess=guess)) for task in tasks]
+        self._ahead = {(t.part, t.number, t.seed): one for t, one in zip(tasks, running, strict=True)}
+        return running
 
     def again(self, running: Running) -> None:
         """Has a task done once more."""
@@ -222,6 +232,7 @@ class Crew:
 
     def close(self) -> None:
         """Ends the processes at once, and removes what they leave half-written."""
+        self._ahead = {}
         if self._process == os.getpid():
             self._workers.close()
             for part in self._work.parts:
