@@ -30,9 +30,6 @@ from monai_gds.storage.reads import Reads
 #: Starts reads, as :meth:`monai_gds.storage.backend.Backend.start` does.
 Start: TypeAlias = Callable[[Reads, Sequence[torch.Tensor]], Pending]
 
-#: A file ends in the last block of its file system. Those of ext4 and XFS have 4 KiB on most machines.
-_LARGEST_BLOCK = 4096
-
 _UNNOTICED = (
     "the block map has no checksums: bytes that were moved or damaged since it was made are read without an error; "
     "`monai-gds blockmap build --checksums` stores them"
@@ -84,25 +81,13 @@ class MappedFiles:
             warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=6)
 
     def entry(self, path: str, expected: Expected, device: int = 0) -> FileBlocks:
-        """A file's entry, with its exact size if only the caller knows that.
-
-        Args:
-            path: the file.
-            expected: what it must be. A plain map rounds sizes up to blocks, so there it may be a smaller size.
-            device: what counts as its ``st_dev``.
+        """A file's entry. Its ``st_dev`` counts as ``device``.
 
         Raises:
             FileChanged: it is not as expected.
             OSError: see :func:`lookup`.
         """
         blocks = lookup(self._map, path)
-        if blocks.inode is None and isinstance(expected, int):
-            if not blocks.size - _LARGEST_BLOCK < expected <= blocks.size:
-                raise FileChanged(
-                    f"{path} has {expected} bytes where it was listed, and the plain map has {blocks.size} in whole "
-                    "blocks: that is another file; BlockMap.load(map, parent=…) names the folder that was mapped"
-                )
-            return blocks._replace(size=expected)
         check_identity(expected, identity(blocks, device), path)
         return blocks
 
