@@ -129,7 +129,7 @@ def test_a_map_made_at_another_mount_point(disk: LoopDisk, tmp_path: Path) -> No
             with pytest.raises(ImageListError, match=rf"not in {disk.folder}/train; BlockMap.load\(map, parent=…\)"):
                 samples(tmp_path / "map.json", reader=reader)
             assert samples(BlockMap.load(tmp_path / "map.json", parent=tmp_path / "data"), reader=reader) == expected
-        options = {"blockmap": str(tmp_path / "map.json")}
+        options = {"blockmap": BlockMap.load(tmp_path / "map.json", parent=tmp_path / "data")}
         assert samples(tmp_path / "data/train", reader="xnvme-block", storage_options=options) == expected
     finally:
         run("mount", "--move", str(tmp_path / "data"), str(disk.folder))

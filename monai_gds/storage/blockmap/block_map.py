@@ -92,42 +92,32 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise BlockMapError(f"{min(both)} is listed both as mapped and as unmapped")
 
     def __getitem__(self, path: str) -> FileBlocks:
-        """The blocks of a file, by the map's own path or any other path of the file."""
-        return self.find(path)
-
-    def find(self, path: str, *, by_end: bool = False) -> FileBlocks:
-        """The blocks of a file.
-
-        Args:
-            path: the map's own path of it, or any other.
-            by_end: any path that ends with a path of the map counts as that file, wherever the map's folder was. For
-                callers who compare the entry with the file. Always so where ``parent`` is None.
+        """The blocks of a file, by the map's own path or any other path of the file.
 
         Raises:
             KeyError: the map lacks it; the message says why.
         """
-        own = self._own(path, self._files, by_end)
+        own = self._own(path, self._files)
         if own is not None:
             return self._files[own]
-        if why := self.why_not(path, by_end=by_end):
+        if why := self.why_not(path):
             raise KeyError(f"{path} could not be mapped: {why}")
         where = f" below {self.parent}; if files are elsewhere, BlockMap.load(map, parent=…) names the folder"
         paths = f"its paths look like {next(iter(self), None)!r}{where if self.parent is not None else ''}"
         raise KeyError(f"{path} is not in the block map ({paths})")
 
-    def why_not(self, path: str, *, by_end: bool = False) -> str | None:
-        """Why a file could not be mapped, and what to do; None for any other file. Arguments as for :meth:`find`."""
-        own = self._own(path, self.unmapped, by_end)
+    def why_not(self, path: str) -> str | None:
+        """Why a file could not be mapped, and what to do; None for any other file."""
+        own = self._own(path, self.unmapped)
         return None if own is None else self.unmapped[own].why
 
-    def _own(self, path: str, among: Mapping[str, object], by_end: bool) -> str | None:
+    def _own(self, path: str, among: Mapping[str, object]) -> str | None:
         """The map's own path of the file at ``path``; None if the map lacks it."""
         if path in among:
             return path
         if self.parent is not None:
             own = os.path.relpath(os.path.abspath(path), self.parent)
-            if own in among or not by_end:
-                return own if own in among else None
+            return own if own in among else None
         while "/" in path:
             path = path.partition("/")[2]
             if path in among:

@@ -50,17 +50,17 @@ class WholeDisk(str):
     __slots__ = ()
 
 
-def lookup(blocks: BlockMap, path: str, *, by_end: bool = False) -> FileBlocks:
-    """A file's entry in a map; see :meth:`BlockMap.find`.
+def lookup(blocks: BlockMap, path: str) -> FileBlocks:
+    """A file's entry in a map.
 
     Raises:
         NotMappable: it could not be mapped; the message says why.
         FileNotFoundError: the map lacks it.
     """
     try:
-        return blocks.find(path, by_end=by_end)
+        return blocks[path]
     except KeyError as e:
-        why = blocks.why_not(path, by_end=by_end)
+        why = blocks.why_not(path)
         if why is not None:
             raise NotMappable(errno.EOPNOTSUPP, why, path) from e
         raise FileNotFoundError(errno.ENOENT, str(e.args[0]), path) from e

@@ -278,11 +278,8 @@ def _run_child(operator: Operator, work: Path, log: Path) -> int:
                 child.wait()
 
 
-def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
-    """Runs in the child: has DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set.
-
-    ``joined`` means two units. If they do not compile, each file is tried by itself.
-    """
+def _compile_here(operator: Operator, work: Path) -> None:
+    """Runs in the child: has DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set."""
     end_with_parent()
     import torch.utils.cpp_extension  # noqa: F401  # with CUDA, DeepSpeed relies on somebody having imported it
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
@@ -290,7 +287,9 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
     builder: Any = AsyncIOBuilder() if operator == "aio" else GDSBuilder()
     _copy_source(Path(builder.deepspeed_src_path("csrc")), work / "csrc")
     files = [*(path for path in builder.sources() if path != _ALLOCATOR_CLIENT), *_ALLOCATOR]
-    units = _units(files) if joined else [[path] for path in files]
+    # Files that we change, and one whose names clash with the others, are a unit of their own.
+    apart = [path for path in files if path in _CHANGES or path.endswith("/deepspeed_aio_types.cpp")]
+    units = [apart, [path for path in files if path not in apart]]
     sources = [work / f"unit{number}.cpp" for number in range(len(units))]
     for path, members in zip(sources, units, strict=True):
         path.write_text("\n".join([*_HEADS[operator], *(_include(work, member) for member in members), ""]))
@@ -302,18 +301,8 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
     try:
         builder.jit_load(verbose=True)
     except Exception as e:
-        if joined and (work / _MODULE[operator]).is_dir():  # it began to compile
-            print("two units do not compile; trying each file by itself", flush=True)
-            shutil.rmtree(work / _MODULE[operator])
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, operator, str(work), "single"])
         # a traceback would push the compiler's lines out of sight
         sys.exit(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
-
-
-def _units(files: list[str]) -> list[list[str]]:
-    """The files that are compiled together: those we change, and one whose names clash with the others; the others."""
-    apart = [path for path in files if path in _CHANGES or path.endswith("/deepspeed_aio_types.cpp")]
-    return [apart, [path for path in files if path not in apart]]
 
 
 def _include(work: Path, path: str) -> str:
@@ -357,4 +346,4 @@ def _import_library(operator: Operator) -> ModuleType:
 
 
 if __name__ == "__main__":
-    _compile_here("gds" if sys.argv[1] == "gds" else "aio", Path(sys.argv[2]), joined=sys.argv[3:] != ["single"])
+    _compile_here("gds" if sys.argv[1] == "gds" else "aio", Path(sys.argv[2]))

@@ -100,7 +100,7 @@ class BlockBackend(QueueBackend):
             if self._setup.blockmap is not None:
                 now = FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
                 try:
-                    lookup(self._setup.blockmap, path, by_end=True).check(now, path)
+                    lookup(self._setup.blockmap, path).check(now, path)
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             on_error.pop_all()
