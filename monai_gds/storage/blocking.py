@@ -133,11 +133,7 @@ class OpenFiles:
         return file in self._handles
 
     def handle(self, file: int) -> Any:
-        """What ``open_`` returned for a file. The first caller opens it.
-
-        Raises:
-            OSError: it could not be opened, or is not the expected one.
-        """
+        """What ``open_`` returned for a file, or raised. The first caller opens it."""
         with self._opening.setdefault(file, threading.Lock()):
             if file not in self._handles:
                 self._handles[file] = self._open(self._reads.paths[file], self._reads.expected[file])
@@ -152,16 +148,11 @@ class OpenFiles:
             handle = self._handles.pop(file)
         self._close(handle)
 
-    def cut(self, file: int, more: int) -> None:
-        """Counts the pieces that a piece of a file was cut into, besides itself."""
-        with self._lock:
-            self._pieces[file] += more
-
-    def not_opened(self, files: Iterable[int]) -> None:
-        """Counts one piece of each file as done without its handle."""
+    def recount(self, files: Iterable[int], by: int) -> None:
+        """Counts pieces of files that were cut into more, or are done without a handle (-1), once for each mention."""
         with self._lock:
             for file in files:
-                self._pieces[file] -= 1
+                self._pieces[file] += by
 
     def close(self, fail: Callable[[int, Exception], None]) -> None:
         """Closes files that are still open: after an interrupt, or because their last piece needed no handle."""

@@ -265,13 +265,11 @@ class StagingPool:
 
     def acquire(self) -> StagingSlot:
         """A slot whose last copy has finished. Give it back with :meth:`upload` or :meth:`release`."""
+        if (free := self.try_acquire()) is not None:
+            return free
+        slot = self._free.get()
         try:
-            slot = self._free.get_nowait()
-        except queue.Empty:
-            slot = self._make() or self._free.get()
-        try:
-            if not slot.event.query():  # type: ignore[no-untyped-call]  # unlike synchronize(), this keeps the interpreter's lock
-                slot.event.synchronize()
+            slot.event.synchronize()
         except BaseException:
             self._free.put(slot)
             raise
@@ -283,15 +281,13 @@ class StagingPool:
             slot = self._free.get_nowait()
         except queue.Empty:
             return self._make()
+        done = False
         try:
             done = slot.event.query()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._free.put(slot)
-            raise
-        if done:
-            return slot
-        self._free.put(slot)
-        return None
+        finally:
+            if not done:
+                self._free.put(slot)
+        return slot if done else None
 
     def _make(self) -> StagingSlot | None:
         with self._lock:  # also while the slot is made: whoever then finds the limit reached can rely on it

@@ -75,14 +75,11 @@ _UUID_AT = {"ext4": (0x438, b"\x53\xef", 0x468), "xfs": (0, b"XFSB", 32)}  # mag
 
 
 class Extent(NamedTuple):
-    """Bytes ``offset`` and following of a file, and where on the whole disk they begin.
-
-    ``nbytes`` is a multiple of the disk's logical block: the last bytes may lie beyond the end of the file.
-    """
+    """Bytes ``offset`` and following of a file, and where on the whole disk they begin."""
 
     offset: int
     start: int
-    nbytes: int
+    nbytes: int  # a multiple of the disk's logical block: the last bytes may lie beyond the end of the file
 
 
 class DiskClosed(StorageError):
@@ -91,27 +88,15 @@ class DiskClosed(StorageError):
 
 @dataclass(frozen=True)
 class Disk:
-    """A whole disk, or an array of disks.
+    """A whole disk, or an array of disks. Raises ValueError if the array and its members do not fit together."""
 
-    Attributes:
-        name: its name below /dev, such as ``nvme0n1``.
-        number: ``major:minor``.
-        block_size: bytes per logical block, 512 or 4096.
-        max_transfer: most bytes per command that the kernel sends.
-        array: how its bytes lie on its members; None for a disk.
-        members: the disks that an array is made of.
-
-    Raises:
-        ValueError: the array and its members do not fit together.
-    """
-
-    name: str
-    number: str
-    block_size: int
+    name: str  # below /dev, such as nvme0n1
+    number: str  # major:minor
+    block_size: int  # bytes per logical block, 512 or 4096
     nbytes: int
-    max_transfer: int
-    array: Raid0 | None = None
-    members: tuple[Disk, ...] = ()
+    max_transfer: int  # most bytes per command that the kernel sends
+    array: Raid0 | None = None  # how its bytes lie on its members; None for a disk
+    members: tuple[Disk, ...] = ()  # the disks that an array is made of
 
     def __post_init__(self) -> None:
         if (array := self.array) is None:
@@ -142,13 +127,9 @@ class Disk:
                 yield self.members[member], first, count
 
     def open(self) -> int:
-        """Opens the disk for O_DIRECT reads and returns the descriptor, which the caller closes.
+        """Opens the disk for O_DIRECT reads. Raises DiskClosed if it may not be read or has no node here.
 
-        That is the only way to learn whether it may be read: a container's device rules can refuse what the mode of the
-        node allows.
-
-        Raises:
-            DiskClosed: it may not be read, or has no node here. The message includes the remedy.
+        That is the only way to learn it: a container's device rules can refuse what the mode of the node allows.
         """
         try:
             return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -159,28 +140,17 @@ class Disk:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """A mounted file system whose files can be read from the disk below it.
+    """A mounted file system whose files can be read from the disk below it."""
 
-    Attributes:
-        kind: ``ext4`` or ``xfs``.
-        start: its first byte on the disk, 0 without a partition.
-        device: ``st_dev`` of its files.
-        realtime: whether files may lie on a separate realtime device (XFS).
-    """
-
-    kind: str
+    kind: str  # ext4 or xfs
     disk: Disk
-    start: int
-    device: int
-    realtime: bool
+    start: int  # its first byte on the disk, 0 without a partition
+    device: int  # st_dev of its files
+    realtime: bool  # whether files may lie on a separate realtime device (XFS)
 
     @classmethod
     def of(cls, fd: int, path: str) -> FileSystem:
-        """The file system of an open file or folder.
-
-        Raises:
-            NotMappable: its files cannot be read from the device; the message says why.
-        """
+        """The file system of an open file or folder. Raises NotMappable if its files cannot be read from a device."""
         mount, device = _mount_of(fd), os.fstat(fd).st_dev
         kind, folder = mount.kind, _sysfs(device)
         if kind not in _UUID_AT:
@@ -212,7 +182,6 @@ class MountedFileSystems:
             self.forget()
 
     def forget(self) -> None:
-        """Empties the cache."""
         self._known.clear()
         self._uuids.clear()
 
@@ -286,11 +255,7 @@ def _member(device: Path, path: str) -> tuple[Disk, int]:
 
 
 def disk_of(device: int, path: str) -> Disk:
-    """The whole disk with this device number (``st_rdev`` of its node).
-
-    Raises:
-        NotMappable: it is a partition, an array, or made of other devices.
-    """
+    """The whole disk with this ``st_rdev``. Raises NotMappable for a partition, and what is made of other devices."""
     folder = _sysfs(device)
     if (folder / "partition").exists():
         whole = folder.resolve().parent.name
@@ -332,8 +297,7 @@ def look(fd: int, size: int) -> bytes:
 def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
     """The extents of the first ``size`` bytes of an open file, in order, from the result of :func:`look`.
 
-    Raises:
-        NotMappable: an extent, or the file, cannot be read from the device; the message says why.
+    Raises NotMappable, with the reason, if an extent or the file cannot be read from the device.
     """
     _check_inode(fd, fs, path)
     block = fs.disk.block_size
@@ -366,11 +330,7 @@ def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
 
 
 def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
-    """Where the bytes ``start`` to ``end`` of a file lie.
-
-    Yields:
-        ``(from, to, first byte on the disk)``; the place of a hole is None.
-    """
+    """Where the bytes ``start`` to ``end`` of a file lie: from, to, and first byte on the disk, None for a hole."""
     first = max(bisect_right(extents, start, key=lambda extent: extent.offset) - 1, 0) if len(extents) > 1 else 0
     for extent in extents[first:]:
         if start >= end or extent.offset >= end:

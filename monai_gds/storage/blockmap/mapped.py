@@ -51,12 +51,7 @@ class WholeDisk(str):
 
 
 def lookup(blocks: BlockMap, path: str) -> FileBlocks:
-    """A file's entry in a map.
-
-    Raises:
-        NotMappable: it could not be mapped; the message says why.
-        FileNotFoundError: the map lacks it.
-    """
+    """A file's entry in a map. Raises NotMappable if it could not be mapped, FileNotFoundError if the map lacks it."""
     try:
         return blocks[path]
     except KeyError as e:
@@ -81,12 +76,7 @@ class MappedFiles:
             warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=6)
 
     def entry(self, path: str, expected: Expected, device: int = 0) -> FileBlocks:
-        """A file's entry. Its ``st_dev`` counts as ``device``.
-
-        Raises:
-            FileChanged: it is not as expected.
-            OSError: see :func:`lookup`.
-        """
+        """A file's entry. ``device`` counts as its ``st_dev``. Raises as :func:`lookup`, and FileChanged."""
         blocks = lookup(self._map, path)
         check_identity(expected, identity(blocks, device), path)
         return blocks

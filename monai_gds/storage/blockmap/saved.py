@@ -131,30 +131,20 @@ class FileBlocks(NamedTuple):
 
 
 class Unmapped(NamedTuple):
-    """A file whose bytes cannot be read from the disk.
+    """A file whose bytes cannot be read from the disk."""
 
-    Attributes:
-        size: its bytes.
-        why: the reason, and the remedy if there is one.
-    """
-
-    size: int
-    why: str
+    size: int  # its bytes
+    why: str  # the reason, and the remedy if there is one
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a map was made: the folder that its paths are relative to, and its file system on the disk.
-
-    Attributes:
-        uuid: UUID of the file system, by which a disk is recognised.
-        start: first byte of the file system on the disk.
-    """
+    """Where a map was made: the folder that its paths are relative to, and its file system on the disk."""
 
     parent: str
     kind: str
-    uuid: str
-    start: int
+    uuid: str  # of the file system, by which a disk is recognised
+    start: int  # first byte of the file system on the disk
     disk: Disk
 
 
@@ -172,7 +162,6 @@ class Saved(NamedTuple):
     unmapped: Mapping[str, Unmapped] = MappingProxyType({})
 
     def write(self, file: str | os.PathLike[str], *, plain: bool) -> None:
-        """Writes the map; see :meth:`.block_map.BlockMap.save`."""
         block = PLAIN_BLOCK if plain or self.origin is None else self.origin.disk.block_size
         entries = {path: blocks.to_json(block) for path, blocks in self.files.items()}
         if plain:
@@ -195,13 +184,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def read(cls, file: str | os.PathLike[str]) -> Saved:
-        """Reads a map.
-
-        Raises:
-            BlockMapError: it has a newer format, or contradicts itself.
-            ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError: it is not a map.
-            OSError: it cannot be read.
-        """
+        """Reads a map. Raises whatever JSON of another form leads to, and BlockMapError for a newer format."""
         entries = json.loads(Path(file).read_bytes())
         header = entries.pop(HEADER, None)
         if header is None:

@@ -186,13 +186,10 @@ def probe(operator: Operator) -> Availability:
 
 
 def build_ahead(say: Callable[[str], None]) -> list[Path]:
-    """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``; ``say`` gets one line per step.
+    """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``, and returns the directories.
 
-    Returns:
-        The directories of the built operators.
-
-    Raises:
-        BackendUnavailable: deepspeed or a tool is missing, or the compiler failed; its last lines are in the message.
+    ``say`` gets one line per step. Raises BackendUnavailable if deepspeed or a tool is missing, or with the compiler's
+    last lines.
     """
     done = [build("aio", say)]
     can_gds = probe("gds")
@@ -204,12 +201,9 @@ def build_ahead(say: Callable[[str], None]) -> list[Path]:
 
 
 def build(operator: Operator, say: Callable[[str], None] | None = None) -> Path:
-    """Builds the operator unless that is done already, or another process does it first. Returns its directory.
+    """Builds the operator unless that is done, or another process does it first, and returns its directory.
 
-    ``say`` gets one line per step. By default each step of a build is a warning.
-
-    Raises:
-        BackendUnavailable: see :func:`build_ahead`.
+    ``say`` gets one line per step. By default each step of a build is a warning. Raises as :func:`build_ahead`.
     """
     name, target = _MODULE[operator], build_directory(operator)
     if built(operator):
@@ -321,8 +315,7 @@ def _copy_source(csrc: Path, to: Path) -> None:
 def load(operator: Operator) -> ModuleType:
     """The operator's module (``async_io`` has ``aio_handle``, ``gds`` has ``gds_handle``), compiled first if need be.
 
-    Raises:
-        BackendUnavailable: it cannot be built (see :func:`build_ahead`), or the built library cannot be loaded.
+    Raises BackendUnavailable if it cannot be built or loaded.
     """
     with _loading():
         if operator not in _loaded:
