@@ -59,10 +59,6 @@ def naming_group(error: Exception, path: str) -> Exception:
     return naming_file(error, path) if isinstance(error, OSError) else error.with_traceback(None)
 
 
-def _no_op(*_: object) -> None:
-    """Replaces the callbacks of finished work."""
-
-
 class Work(Generic[T]):
     """A queue of groups of reads or writes, which any number of threads work on.
 
@@ -113,7 +109,7 @@ class Work(Generic[T]):
             last = not self.unfinished
         if last:
             on_done = self._on_done
-            self._do = self._on_done = _no_op  # an executor may keep this object: it must not keep destinations
+            del self._do, self._on_done  # an executor may keep this object: it must not keep destinations
             on_done()
 
 
@@ -230,7 +226,10 @@ class BlockingBackend(Backend):
         size = plan.share(reads.total, self._idle_threads(), limits.MIN_PIECE_BYTES, self._largest_piece(reads))
         pieces = plan.cut(reads, size)
         if self.latency.is_unknown and len(reads.paths) > self.group_reads:
-            self._try_one(reads)
+            begin = time.perf_counter()
+            with suppress(Exception):  # which come again when the file is read
+                self._close(self._open(reads.paths[0], reads.expected[0]))
+                self.latency.note(time.perf_counter() - begin)
         # The parts for host and device open their files separately: otherwise all would stay open until the second.
         parts = [
             (part, OpenFiles(part, part.per_file(), self._open, self._close)) for part in plan.by_side(pieces, into)
@@ -272,13 +271,6 @@ class BlockingBackend(Backend):
     @property
     def is_slow(self) -> bool:
         return self.latency.is_long
-
-    def _try_one(self, reads: Reads) -> None:
-        """Times the opening of a file, before many are shared out among threads for the first time."""
-        begin = time.perf_counter()
-        with suppress(Exception):  # which come again when the file is read
-            self._close(self._open(reads.paths[0], reads.expected[0]))
-            self.latency.note(time.perf_counter() - begin)
 
     def _reads_per_group(self, pieces: Reads) -> int:
         """Most pieces that one thread reads one after another: where each takes long, a share for every thread."""

@@ -229,11 +229,16 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
     for mark, layer in (("dm", "device-mapper (LVM, LUKS…)"), ("bcache", "bcache")):
         if (folder / mark).is_dir():
             raise _refusal(path, f"it is on {folder.name}, {layer}: its blocks lie elsewhere on the disks below")
+
+    def member_at(device: Path) -> tuple[Disk, int]:
+        whole, start = _whole(device)
+        return _disk(whole, path, member=True), start
+
     array: Raid0 | None = None
     members: tuple[Disk, ...] = ()
     try:
         if (folder / "md").is_dir() and not member:
-            array, members = array_in(folder / "md", lambda device: _member(device, path))
+            array, members = array_in(folder / "md", member_at)
         elif any((folder / "slaves").glob("*")):
             raise _refusal(path, f"it is on {folder.name}, which is made of other devices: its blocks lie elsewhere")
         return Disk(
@@ -247,11 +252,6 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
         )
     except ValueError as e:
         raise _refusal(path, f"it is on {folder.name}, an md array, and where its bytes lie is not certain: {e}") from e
-
-
-def _member(device: Path, path: str) -> tuple[Disk, int]:
-    folder, start = _whole(device)
-    return _disk(folder, path, member=True), start
 
 
 def disk_of(device: int, path: str) -> Disk:
@@ -299,7 +299,12 @@ def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> 
 
     Raises NotMappable, with the reason, if an extent or the file cannot be read from the device.
     """
-    _check_inode(fd, fs, path)
+    if fs.kind == "ext4":
+        inode = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
+        if inode & _REFUSED_FLAGS:
+            raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if inode & bit))
+    elif fs.realtime and struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
+        raise _refusal(path, "it is on the realtime device of its XFS")
     block = fs.disk.block_size
     end = -(-size // block) * block
     extents: list[Extent] = []
@@ -317,16 +322,6 @@ def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> 
         else:
             extents.append(Extent(offset, start, nbytes))
     return extents
-
-
-def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
-    if fs.kind == "xfs":
-        if fs.realtime and struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
-            raise _refusal(path, "it is on the realtime device of its XFS")
-        return
-    flags = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
-    if flags & _REFUSED_FLAGS:
-        raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if flags & bit))
 
 
 def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
