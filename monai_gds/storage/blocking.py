@@ -74,9 +74,6 @@ class Work(Generic[T]):
         self._lock = threading.Lock()
         self.unfinished = len(self._groups)  # neither processed nor dropped yet
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def run(self) -> None:
         """Processes one group after another until none is left."""
         while True:
@@ -213,7 +210,7 @@ class BlockingBackend(Backend):
         self._count_served(reads, into)
         pending = Pending(list(into), self.device, len(reads.paths))
         work = self._work(reads, into, pending)
-        if not len(work):
+        if not work.unfinished:
             pending.finish()
         elif self.device.type == "cpu" and reads.total <= limits.INLINE_BYTES and not self.is_slow:
             work.run()
@@ -345,7 +342,7 @@ class BlockingBackend(Backend):
                 if (executor := self._executors.get((threads, near))) is None:
                     executor = ThreadPoolExecutor(threads, f"monai-gds-{self.name}", cores.stay_on, (near,))
                     self._executors[threads, near] = executor
-            for _ in range(min(threads, len(work))):
+            for _ in range(min(threads, work.unfinished)):
                 executor.submit(work.run)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
             work.run()

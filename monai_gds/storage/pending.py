@@ -127,14 +127,11 @@ class Pending:
 
         def run() -> torch.cuda.Event | None:
             after._errors.update(self._errors)  # first: a step that fails over unread bytes must not hide the cause
-            if aside and self._device.type == "cuda":
-                with staging.on_side_stream(self._tensors, self._device, self._arrived):
-                    after._tensors = step(self._tensors, self._errors)
-                    event: torch.cuda.Event = staging.current_stream(self._device).record_event()
-                    return event
-            with staging.on_copy_stream(self._device):
+            device, beside = self._device, aside and self._device.type == "cuda"
+            side = staging.on_side_stream(self._tensors, device, self._arrived) if beside else None
+            with side or staging.on_copy_stream(device):
                 after._tensors = step(self._tensors, self._errors)
-            return None
+                return staging.current_stream(device).record_event() if beside else None
 
         self._follow(functools.partial(after._finish_by, run))
         return after

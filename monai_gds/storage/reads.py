@@ -126,16 +126,12 @@ class Reads:
             ValueError: the parts overlap, are out of order, or do not fit.
         """
         count = len(paths)
-        if count:
-            edges = np.concatenate([[0], starts + sizes])
-            if (np.append(starts, total) < edges).any() or (sizes < 0).any() or np.min(offsets) < 0:
-                raise ValueError(f"{count} files overlap, are out of order, or do not fit into {total} bytes")
         zeros = np.zeros(count, np.int64)
         reads = cls(
             paths, expected if expected is not None else [None] * count, _counting(count), zeros + offsets, sizes,
             zeros, starts, np.array([total], np.int64),
         )  # fmt: skip
-        reads._checked = True
+        reads.check()
         return reads
 
     @classmethod

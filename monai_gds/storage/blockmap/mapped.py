@@ -96,7 +96,9 @@ class MappedFiles:
             failed.fail_all(e)
             failed.finish()
             return failed
-        whole = _read_whole(reads, entries)
+        # Reads of a whole file whose checksum the map has.
+        sizes = [-1 if entry is None or entry.checksum is None else entry.size for entry in entries]
+        whole = np.flatnonzero((reads.offset == 0) & (reads.nbytes == np.array(sizes, np.int64)[reads.file]))
         if inodes is None and not len(whole):
             return start(reads, into)
 
@@ -176,12 +178,6 @@ def _change(entry: FileBlocks, inode: bytes, table: InodeTable) -> str | None:
     if now.size != entry.size:
         return f"its size changed from {entry.size} to {now.size} bytes"
     return None if now.mtime_ns == entry.mtime_ns else "it was written to or replaced"
-
-
-def _read_whole(reads: Reads, entries: Sequence[FileBlocks | None]) -> np.ndarray:
-    """Indices of the reads that cover a whole file for which the map has a checksum."""
-    sizes = np.array([-1 if entry is None or entry.checksum is None else entry.size for entry in entries], np.int64)
-    return np.flatnonzero((reads.offset == 0) & (reads.nbytes == sizes[reads.file]))
 
 
 def _compared(
