@@ -40,10 +40,6 @@ PACK_BYTES = 1 << 20
 #: a crop, say) the block would be mostly bytes that nobody requested.
 PACK_GAP_BYTES = 64 << 10
 
-#: For a destination without room for the last block of a disk: up to this size all of it takes a detour through a
-#: bounce buffer, above it only the last block does, in a separate transfer.
-DETOUR_BYTES = 128 << 10
-
 #: Reads of fewer bytes are left to the kernel's own read-ahead. Larger pieces are announced to the kernel as a whole.
 KERNEL_READ_AHEAD_BYTES = 512 << 10
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from monai_gds import limits
 from monai_gds.base.file_systems import Mount, mounts
 from monai_gds.errors import NotMappable, StorageError
 from monai_gds.storage.blockmap.raid0 import Raid0, array_in
@@ -362,11 +361,8 @@ def transfers(
         in_place = direct and place % block == 0 and (base + at) % block == 0
         left, tail = stop - begin, (stop - begin) % block
         if in_place and tail and (room if stop == end else 0) < block - tail:
-            if left <= limits.DETOUR_BYTES:
-                in_place = False
-            else:
-                left -= tail
-                yield at + left, tail, place + left, False
+            left -= tail
+            yield at + left, tail, place + left, False
         done = 0
         while done < left:
             piece = min(most - (place + done) % block, left - done)
