@@ -320,22 +320,17 @@ def load(operator: Operator) -> ModuleType:
     with _loading():
         if operator not in _loaded:
             build(operator)
-            _loaded[operator] = _import_library(operator)
+            path = _library(operator)
+            try:
+                spec = importlib.util.spec_from_file_location(_MODULE[operator], path)
+                assert spec is not None and spec.loader is not None, "its name ends in .so"
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            except (ImportError, OSError) as e:
+                found = f"DeepSpeed's {path.stem} was built but cannot be loaded: {e}"
+                raise BackendUnavailable(f"{found}; remove {path.parent} and run `{_AHEAD}`") from e
+            _loaded[operator] = module
         return _loaded[operator]
-
-
-def _import_library(operator: Operator) -> ModuleType:
-    path = _library(operator)
-    try:
-        spec = importlib.util.spec_from_file_location(_MODULE[operator], path)
-        assert spec is not None and spec.loader is not None, "its name ends in .so"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except (ImportError, OSError) as e:
-        raise BackendUnavailable(
-            f"DeepSpeed's {path.stem} was built but cannot be loaded: {e}; remove {path.parent} and run `{_AHEAD}`"
-        ) from e
-    return module
 
 
 if __name__ == "__main__":

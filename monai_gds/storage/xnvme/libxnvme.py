@@ -200,7 +200,20 @@ class Library:
         return [os.fsdecode(one.name) for one in self._drivers() if self.layout == "next" and one.caps & _SHARES]
 
     def _drivers(self) -> list[_Attribute]:
-        return (_list_0_7 if self.layout == "0.7" else _list_next)(self.api)
+        if self.layout == "0.7":
+            bundled = POINTER(_Attributes)()
+            if self.api.xnvme_be_attr_list_bundled(ctypes.byref(bundled)) or not bundled:
+                return []
+            first = ctypes.addressof(bundled.contents) + _Attributes.item.offset
+            items = (_Attribute * bundled.contents.count).from_address(first)
+            return [item for item in items if item.enabled]  # not freed, as in xNVMe's own program
+        get = getattr(self.api, "xnvme_be_attr_get", None)
+        found: list[_Attribute] = []
+        if get is not None:
+            get.restype = POINTER(_Attribute)
+            while attribute := get(len(found)):
+                found.append(attribute.contents)
+        return found
 
 
 class _Attribute(ctypes.Structure):
@@ -217,26 +230,6 @@ _SHARES = 1 << 8  # XNVME_BE_CAP_MPROC, include/xnvme_be.h
 
 class _Attributes(ctypes.Structure):
     _fields_: ClassVar = [("capacity", c_uint32), ("count", c_int), ("item", _Attribute * 0)]
-
-
-def _list_0_7(library: ctypes.CDLL) -> list[_Attribute]:
-    found = POINTER(_Attributes)()
-    if library.xnvme_be_attr_list_bundled(ctypes.byref(found)) or not found:
-        return []
-    first = ctypes.addressof(found.contents) + _Attributes.item.offset
-    items = (_Attribute * found.contents.count).from_address(first)
-    return [item for item in items if item.enabled]  # not freed, as in xNVMe's own program
-
-
-def _list_next(library: ctypes.CDLL) -> list[_Attribute]:
-    get = getattr(library, "xnvme_be_attr_get", None)
-    if get is None:
-        return []
-    get.restype = POINTER(_Attribute)
-    found: list[_Attribute] = []
-    while attribute := get(len(found)):
-        found.append(attribute.contents)
-    return found
 
 
 class Completion(NamedTuple):
