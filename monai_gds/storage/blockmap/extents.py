@@ -65,8 +65,6 @@ _REFUSED_INODES = {
     0x10000000: "its bytes lie inline in the inode",
 }
 _REFUSED_FLAGS = sum(_REFUSED_INODES)
-_FSGETXATTR = 0x801C581F  # FS_IOC_FSGETXATTR
-_XFS_REALTIME = 0x1
 _XFS_FSGEOMETRY = 0x80705864  # XFS_IOC_FSGEOMETRY_V1
 
 _GETFSUUID = 0x80111500  # FS_IOC_GETFSUUID, Linux 6.9 and later
@@ -145,7 +143,6 @@ class FileSystem:
     disk: Disk
     start: int  # its first byte on the disk, 0 without a partition
     device: int  # st_dev of its files
-    realtime: bool  # whether files may lie on a separate realtime device (XFS)
 
     @classmethod
     def of(cls, fd: int, path: str) -> FileSystem:
@@ -160,9 +157,10 @@ class FileSystem:
         in_force = options.read_text().split() if options.exists() else []
         if kind == "ext4" and "data=journal" in [*mount.options.split(","), *in_force]:
             raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
-        realtime = kind == "xfs" and _xfs_realtime_blocks(fd) > 0
+        if kind == "xfs" and _xfs_realtime_blocks(fd):
+            raise _refusal(path, "it is on an XFS with a realtime device, on which its files may lie")
         whole, start = _whole(folder)
-        return cls(kind, _disk(whole, path), start, device, realtime)
+        return cls(kind, _disk(whole, path), start, device)
 
 
 class MountedFileSystems:
@@ -302,8 +300,6 @@ def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> 
         inode = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
         if inode & _REFUSED_FLAGS:
             raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if inode & bit))
-    elif fs.realtime and struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
-        raise _refusal(path, "it is on the realtime device of its XFS")
     block = fs.disk.block_size
     end = -(-size // block) * block
     extents: list[Extent] = []
