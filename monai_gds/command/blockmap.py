@@ -65,9 +65,9 @@ def verify(
     ] = None,
 ) -> None:
     """Compare a map with the files as they are now; exit code 1 if a file is not where the map says."""
-    blocks = BlockMap.load(file)
+    blocks = BlockMap.load(file, parent)
     with progress_bar("verifying") as progress:
-        wrong = blocks.verify(parent, data=data, progress=progress)
+        wrong = blocks.verify(data=data, progress=progress)
     for path, problem in wrong.items():
         say(f"{path}: {problem}")
     say(f"{len(blocks)} files, {len(wrong)} of them not as mapped")

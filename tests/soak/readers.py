@@ -245,7 +245,7 @@ def _maps(folder: Path) -> Made:
         with contextlib.suppress(BlockMapError):
             found = BlockMap.load(path)
             found.save(folder / "again.json")
-            found.verify(folder)
+            BlockMap.load(path, parent=folder).verify()
         with contextlib.suppress(MonaiGdsError):
             open_images(path)
 

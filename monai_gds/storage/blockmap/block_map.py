@@ -239,13 +239,10 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     # Verifying.
 
-    def verify(
-        self, parent: str | os.PathLike[str] | None = None, *, data: bool = False, progress: Progress | None = None
-    ) -> dict[str, str]:
+    def verify(self, *, data: bool = False, progress: Progress | None = None) -> dict[str, str]:
         """Compares the map with the files as they are now.
 
         Args:
-            parent: the folder that the paths are relative to, if it is not that of the map.
             data: also compare every byte read through the device with every byte read through the file. This needs
                 the right to read the device.
             progress: called with (files done, files in all) as it goes.
@@ -255,13 +252,12 @@ class BlockMap(Mapping[str, FileBlocks]):
             mapped and now can. Empty if the map is up to date.
 
         Raises:
-            BlockMapError: the map is plain and ``parent`` is not given.
+            BlockMapError: the map is plain and was loaded without ``parent``.
             StorageError: ``data``, and the device may not be read.
         """
-        parent = self.parent if parent is None else parent
-        if parent is None:
+        base = self.parent
+        if base is None:
             raise BlockMapError("a plain block map does not record where its files are: give their parent folder")
-        base = os.fspath(parent)
 
         def verify_chunk(chunk: Sequence[str]) -> dict[str, str]:
             wrong = {}

@@ -432,7 +432,9 @@ class TestFile:
         }
         loaded = BlockMap.load(tmp_path / "map.json")
         assert loaded["plain/a.bin"] == FileBlocks(extent.nbytes, (extent,))
-        assert loaded.verify(disk.folder, data=True) == {}
+        with pytest.raises(BlockMapError, match="parent"):
+            loaded.verify()
+        assert BlockMap.load(tmp_path / "map.json", parent=disk.folder).verify(data=True) == {}
 
     def test_plain_refuses_what_it_cannot_hold(self, disk: LoopDisk, tmp_path: Path) -> None:
         with pytest.raises(BlockMapError, match="cannot hold"):
