@@ -39,14 +39,15 @@ def build(
         raise typer.BadParameter(f"{output.parent} is not a folder", param_hint="--output")
     with progress_bar("mapping") as progress:
         blocks = BlockMap.build(root, progress, checksums=checksums)
-    if plain:
-        blocks = blocks.plain_part()
-    blocks.save(output, plain=plain)
     assert blocks.origin is not None, "built from a file system"
+    disk = blocks.origin.disk.path
+    if plain:
+        blocks = blocks.plain()
+    blocks.save(output)
     for path, (_, why) in blocks.unmapped.items():
         say(f"{path}: {why}")
     missing = f", {len(blocks.unmapped)} could not be mapped" * bool(blocks.unmapped)
-    say(f"{len(blocks)} files on {blocks.origin.disk.path}{missing}: {output}")
+    say(f"{len(blocks)} files on {disk}{missing}: {output}")
     raise typer.Exit(1 if blocks.unmapped else 0)
 
 

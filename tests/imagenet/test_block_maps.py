@@ -65,7 +65,7 @@ def of_folder(root: Path, *, with_empty: bool = False) -> list[tuple[bytes, int]
 @pytest.fixture
 def plain(disk: LoopDisk) -> Path:
     """A plain map, beside the folder of images."""
-    BlockMap.build(disk.folder / "train").save(disk.folder / "p.json", plain=True)
+    BlockMap.build(disk.folder / "train").plain().save(disk.folder / "p.json")
     return disk.folder / "p.json"
 
 
@@ -100,7 +100,7 @@ class TestPlain:
         shutil.copy(disk.folder / "train/n01440764/n01440764_0.JPEG", train / "a/2.jpg")
         jpeg = (train / "a/2.jpg").read_bytes()
         png = (train / "a/1.png").read_bytes()
-        BlockMap.build(train).save(tmp_path / "p.json", plain=True)
+        BlockMap.build(train).plain().save(tmp_path / "p.json")
         arguments: dict[str, Any] = {"reader": "xnvme-block", "storage_options": USER_SPACE}
         with unmounted(disk), pytest.warns(UserWarning, match="a plain block map holds neither"):
             whole = [(data + bytes(-len(data) % 512), 0) for data in (png, jpeg)]

@@ -28,7 +28,7 @@ from monai_gds.storage.blockmap.extents import (
     read_uuid,
     runs,
 )  # fmt: skip
-from monai_gds.storage.blockmap.saved import NOT_PLAIN, PLAIN_BLOCK, FileBlocks, Origin, Saved, Unmapped, fits_plain
+from monai_gds.storage.blockmap.saved import PLAIN_BLOCK, FileBlocks, Origin, Saved, Unmapped
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         >>> from monai_gds.storage.blockmap.extents import Extent
         >>> one = FileBlocks(size=5000, extents=(Extent(offset=0, start=1 << 20, nbytes=8192),))
         >>> blocks = BlockMap({"train/n01491361/n01491361_8657.JPEG": one})
-        >>> blocks.save("train.json", plain=True)
+        >>> blocks.save("train.json")
         >>> BlockMap.load("train.json")["train/n01491361/n01491361_8657.JPEG"].extents
         (Extent(offset=0, start=1048576, nbytes=8192),)
     """
@@ -185,27 +185,30 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise NotMappable(errno.EOPNOTSUPP, why, os.path.join(parent, path))
         return cls(files, origin, [path[skip:] for path in folders], unmapped)
 
-    def plain_part(self) -> BlockMap:
-        """The files that a plain map can hold. The others are listed in ``unmapped``, with the reason."""
-        files, unmapped = dict(self._files), dict(self.unmapped)
-        for path, entry in self._files.items():
-            if not fits_plain(entry):
-                unmapped[path] = Unmapped(files.pop(path).size, f"it {NOT_PLAIN}; a map that is not plain can")
-        return BlockMap(files, self.origin, self.folders, unmapped)
+    def plain(self) -> BlockMap:
+        """The plain map of these files: nothing but their first and last blocks, in sectors of 512 bytes.
+
+        Files that it cannot hold are listed in ``unmapped``, with the reason. That is not saved.
+
+        Raises:
+            BlockMapError: the disk is an array of drives, which a plain map cannot say.
+        """
+        if self.origin is not None and self.origin.disk.array is not None:
+            raise BlockMapError(f"{self.origin.disk.path} is an array of drives, and a plain map cannot say so")
+        files, unmapped = dict[str, FileBlocks](), dict(self.unmapped)
+        for path, (size, extents, *_) in self._files.items():
+            if len(extents) == 1 and extents[0].offset == 0 and extents[0].nbytes >= size:
+                files[path] = FileBlocks(extents[0].nbytes, extents)
+            else:
+                why = "it is empty, has holes or has several extents, which a plain map cannot hold"
+                unmapped[path] = Unmapped(size, why)
+        return BlockMap(files, unmapped=unmapped, parent=self.parent)
 
     # Saving and loading.
 
-    def save(self, file: str | os.PathLike[str], *, plain: bool = False) -> None:
-        """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
-
-        Args:
-            file: where the map is written to.
-            plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
-
-        Raises:
-            BlockMapError: ``plain``, and a file is empty, has a hole or several extents.
-        """
-        Saved(self._files, self.origin, self.folders, self.unmapped).write(file, plain=plain)
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the map as JSON (see the module's docstring). The file appears whole or not at all."""
+        Saved(self._files, self.origin, self.folders, self.unmapped).write(file)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], parent: str | os.PathLike[str] | None = None) -> BlockMap:

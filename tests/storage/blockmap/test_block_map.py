@@ -424,7 +424,7 @@ class TestFile:
         (disk.folder / "plain").mkdir(exist_ok=True)
         (disk.folder / "plain/a.bin").write_bytes(content(5000))
         blocks = BlockMap.build(disk.folder / "plain")
-        blocks.save(tmp_path / "map.json", plain=True)
+        blocks.plain().save(tmp_path / "map.json")
         (extent,) = blocks["plain/a.bin"].extents
         first, last = extent.start // 512, (extent.start + extent.nbytes) // 512 - 1
         assert json.loads((tmp_path / "map.json").read_text()) == {
@@ -436,15 +436,10 @@ class TestFile:
             loaded.verify()
         assert BlockMap.load(tmp_path / "map.json", parent=disk.folder).verify(data=True) == {}
 
-    def test_plain_refuses_what_it_cannot_hold(self, disk: LoopDisk, tmp_path: Path) -> None:
-        with pytest.raises(BlockMapError, match="cannot hold"):
-            BlockMap.build(disk.folder / "set").save(tmp_path / "map.json", plain=True)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_the_plain_part_leaves_it_out_and_says_why(self, disk: LoopDisk, tmp_path: Path) -> None:
+    def test_plain_leaves_out_what_it_cannot_hold_and_says_why(self, disk: LoopDisk, tmp_path: Path) -> None:
         blocks = BlockMap.build(disk.folder / "set")
-        part = blocks.plain_part()
-        part.save(tmp_path / "map.json", plain=True)
+        part = blocks.plain()
+        part.save(tmp_path / "map.json")
         assert "set/cut.bin" in part.unmapped.keys() & blocks.keys()
         assert part.keys() | part.unmapped.keys() == blocks.keys()
         assert set(BlockMap.load(tmp_path / "map.json")) == set(part)

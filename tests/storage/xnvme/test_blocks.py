@@ -725,7 +725,7 @@ class TestMoved:
 
     @pytest.mark.usefixtures("double")
     def test_a_plain_map_knows_files_by_the_end_of_their_paths(self, disk: LoopDisk, file: Path) -> None:
-        BlockMap.build(disk.folder / "set").save(disk.folder / "map.json", plain=True)
+        BlockMap.build(disk.folder / "set").plain().save(disk.folder / "map.json")
         with opened(blockmap=disk.folder / "map.json") as storage:
             assert whole(storage, file) == content(3_000_000)
             file.write_bytes(content(3_000_000, 1))
@@ -962,7 +962,7 @@ class TestUserSpace:
                 pass
         with pytest.warns(UserWarning, match="the block map has no checksums.*--checksums"):
             opened(**drive, blockmap=BlockMap.build(disk.folder / "set"))
-        BlockMap.build(disk.folder / "set").save(tmp_path / "plain.json", plain=True)
+        BlockMap.build(disk.folder / "set").plain().save(tmp_path / "plain.json")
         with pytest.warns(UserWarning, match="a plain block map holds neither.*--checksums"):
             storage = open_storage("xnvme-block", "cpu", **drive, blockmap=tmp_path / "plain.json")
         with closing(storage), _unmounted(disk):
