@@ -102,7 +102,8 @@ class Comparison:
             tensor.to(self.device).as_subclass(torch.Tensor).sum()
 
     def time(self, entrant: Entrant) -> float:
-        """Seconds of a timed epoch."""
+        """Seconds of a timed epoch. In a turn, all competitors draw the same random numbers."""
+        seed(self.transform, len(entrant.seconds))
         return epoch(entrant, self)
 
     def notes(self, entrant: Entrant) -> dict[str, str]:

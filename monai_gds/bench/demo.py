@@ -28,10 +28,7 @@ from monai_gds.bench.comparison import (
     OURS_LOADER,
     Comparison,
     Competitor,
-    Entrant,
     compare,
-    epoch,
-    seed,
 )
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
@@ -71,14 +68,6 @@ def pipelines(size: Sequence[int]) -> dict[str, Compose]:
     }
 
 
-class _Seeded(Comparison):
-    """Epochs in which the datasets of one turn draw the same random numbers."""
-
-    def time(self, entrant: Entrant) -> float:
-        seed(self.transform, len(entrant.seconds))
-        return epoch(entrant, self)
-
-
 def run(
     items: list[dict[str, str]], cache: Path, *, size: Sequence[int], epochs: int, device: str | None, backend: str
 ) -> None:
@@ -113,7 +102,7 @@ def run(
     with progress(stdout) as bars:
         for number, (what, transform) in enumerate(pipelines(size).items()):
             heavy = "rotated" in what
-            comparison = _Seeded(
+            comparison = Comparison(
                 f"{what}: {len(items)} volumes to {target}, cached", items, transform, KEYS, target,
                 cache / str(number), competitors, epochs - 1 if heavy else READINGS, unit="volumes/s", reference=META,
                 equal=not heavy or target.type == "cpu",
