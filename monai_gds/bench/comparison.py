@@ -172,12 +172,7 @@ def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entr
 def compare(
     comparison: Comparison, progress: Progress = SILENT, after_turn: Callable[[], None] = lambda: None
 ) -> Report:
-    """Runs a comparison.
-
-    Args:
-        comparison: the workload and its competitors.
-        progress: shows how far it is.
-        after_turn: called whenever each competitor has run one timed epoch.
+    """Runs a comparison, and calls ``after_turn`` whenever each competitor has run one timed epoch.
 
     Raises:
         StorageError: batches or bytes differ from those of the transforms.

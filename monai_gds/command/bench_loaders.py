@@ -150,11 +150,7 @@ def _readers(
 ) -> list[str]:
     """The readers to compare: those named, or all that can run with these options. Raises BadParameter.
 
-    Args:
-        named: the readers that the user named, if any.
-        by_blocks: the readers that take ``options``.
-        options: of the block readers, as the user gave them.
-        has_folder: whether there is a folder of images. Block readers can do with a block map.
+    Those ``by_blocks`` take the options, and can do with a block map where there is no folder of images.
     """
     from monai_gds.bench.loaders import PEERS
 

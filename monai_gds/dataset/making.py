@@ -219,16 +219,8 @@ class RecordMaker(NamedTuple):
     ) -> Any:
         """The item of a key that has no record, for a loop that goes on with it.
 
-        Waits a while if another process computes it. Otherwise it is computed and saved, unless that fails, of which
-        the user is warned.
-
-        Args:
-            key: the item's key.
-            item: the item as the data hold it.
-            index: its index; for messages.
-            of: how many items the dataset has.
-            unsupported: what happens to an item that a record cannot hold.
-            behind: whether the record may be written in the background.
+        Waits a while if another process computes it. Otherwise it is computed and saved, perhaps ``behind``, in the
+        background, unless that fails, of which the user is warned. ``of`` is how many items the dataset has.
         """
         cache = self.cache
         stages.enter("waiting for other processes")

@@ -291,13 +291,7 @@ class Session(NamedTuple):
             return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:
-        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
-
-        Raises:
-            NotSaved: the record cannot be written.
-            FileChanged: a file that the item names changed while it was computed.
-            Exception: whatever the transforms raise.
-        """
+        """Makes the record of an item, see :meth:`RecordMaker.save`, which raises."""
         settings, cache = self.settings, self.cache()
         assert cache is not None, "the caller has checked that items are cached"
         with computing(self.keys().differences(), settings.asked_by):

@@ -351,15 +351,9 @@ class Tiles:
         return Selection(tiles, sizes, starts, head + _STREAM_ALIGNMENT + nbytes, offset, length, dest)
 
     def check(self, streams: np.ndarray, starts: np.ndarray, tiles: np.ndarray) -> None:
-        """Compares streams with their CRC-32, and notes those that match.
+        """Compares the streams of ``tiles``, which begin at ``starts`` in the 1-D uint8 ``streams``, with their CRC-32.
 
-        Args:
-            streams: 1-D uint8.
-            starts: where each stream begins in these.
-            tiles: which tiles they belong to.
-
-        Raises:
-            DamagedRecord: one differs.
+        Notes those that match. Raises DamagedRecord if one differs.
         """
         for tile, start in zip(tiles.tolist(), starts.tolist(), strict=True):
             size = self.sizes[tile]
