@@ -300,10 +300,6 @@ PREFETCH_BYTES = 1 << 30
 PREFETCH_PART_OF_DEVICE = 16
 PREFETCH_DEVICE_BYTES = 2 << 30
 
-#: The first items of the next epoch are made before it begins while they are no larger than this together. They keep
-#: the device's memory until then, through a validation too.
-FORESEEN_BYTES = 256 << 20
-
 #: Smaller arrays and tensors of a batch from a worker are pickled with it. Each larger one costs some 10 us.
 PICKLED_BUFFER_BYTES = 16 << 10
 

@@ -226,7 +226,7 @@ class Programmed:
         """Waits for the voxels. If it fails, the item may be begun again."""
         if self._volumes is not None:
             self._values, self._volumes = self._volumes.wait(), None
-        if self._values is None:
+        if self._values is None and self._made is None:
             self._begin_whole().arrive()
 
     def replayed(self) -> bool:
@@ -234,6 +234,7 @@ class Programmed:
         if self._whole is None:
             self.arrive()
             self._made = self._replay()
+            self._values = None  # which needs memory
         return self._made is not None
 
     def holds(self, trust: Trust) -> bool:

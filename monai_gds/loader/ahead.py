@@ -57,7 +57,7 @@ class Programs:
         self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
         self._foresee, self._news = foresee, crew.news
         self._parts = list(loops)
-        self._first: list[tuple[tuple[GDSDataset, int, Seed], Running]] = []  # items of the next epoch's first batch
+        self._next: list[tuple[tuple[GDSDataset, int, Seed], Running]] = []  # the first items of the next epoch
         #: How many items are drawn ahead of those that are read.
         self.window = 2 * crew.order.num_workers
 
@@ -68,23 +68,23 @@ class Programs:
     def go_on(self) -> None:
         """Has workers begin with the next epoch, since all of this one is ordered."""
         items: list[tuple[GDSDataset, int, Seed]] = []
-        first = 0
         with suppress(Exception):  # of the user's sampler: it comes again with that epoch
             for batch in self._foresee():
                 items += [(*place, seed) for place, seed in zip(batch.places, batch.seeds, strict=True)]
-                first = first or len(items)
                 if len(items) >= self.window:
                     break
         running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
-        self._first = list(zip(items, running, strict=False))[:first]
+        self._next = list(zip(items, running, strict=False))
 
-    def make_first(self, most: int) -> None:
-        """Makes up to ``most`` items of the next epoch's first batch, as far as they are drawn: now the training has
-        work, and then it would wait. Not in an epoch that is measured, which would have them in its figures.
+    def make_next(self, most: int) -> None:
+        """Makes up to ``most`` items of the next epoch, as far as they are drawn, while the training is busy with the
+        last batches of this one. Its first steps would wait for them, and compete with this thread for Python's lock.
+
+        Not in an epoch that is measured, which would have them in its figures.
         """
         made = []
         with suppress(Exception):  # it comes again with that epoch
-            for item, running in [] if self._watch is not None else self._first[:most]:
+            for item, running in [] if self._watch is not None else self._next[:most]:
                 if not running.has_program:
                     break
                 made.append((running, self.begin(*item, running)))
@@ -229,8 +229,10 @@ class ReadAhead:
                 raise self._error
             self._complete = True
             if self._programs is not None:
+                # Half of what may be in flight: a validation may come first, and need memory.
+                fit = self._most_bytes // 2 // self._last if self._last else 0
                 with self._around.applied():
-                    self._programs.make_first(self._last and limits.FORESEEN_BYTES // self._last)
+                    self._programs.make_next(min(self._most_records, fit))
             return NO_BATCH
         items = []
         plain = True

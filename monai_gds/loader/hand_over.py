@@ -136,12 +136,12 @@ class HandOver:
             finally:
                 del error  # its traceback holds this frame
         self._on_taken(parcel.mark)
-        self._room.ring()
         if parcel.made is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(parcel.made)
             for tensor in parcel.tensors:
                 tensor.record_stream(current)
+        self._room.ring()  # last: the thread that wakes takes the interpreter's lock, which each of these gives back
         return parcel.batch
 
     def stop(self) -> None:

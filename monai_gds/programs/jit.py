@@ -1,15 +1,19 @@
 """Pieces of programs as functions of TorchScript, whose interpreter runs them without Python's lock.
 
-A piece is a run of steps of one transform that depend on one another, such as all that is done to one crop. Pieces that
-differ only in their numbers have one form, and one function, which is built when a form is met first: that takes more
-than ten times as long as running it. :mod:`.emission` cuts programs into pieces, and :mod:`.replay` runs them.
+A piece is a run of steps that depend on one another: of one transform, such as the rotation of one crop, or of several
+that do little to one crop. Pieces that differ only in their numbers have one form, and one function, which is built
+when a form is met first: that takes more than ten times as long as running it. :mod:`.emission` cuts programs into
+pieces, and :mod:`.replay` runs them.
+
+What counts is how often the lock is given back, rather than for how long it is held: the training takes it, needs a
+moment to wake, and then has to wait for it at its own next operation.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +28,7 @@ _C = torch._C
 #: Takes the tensors and numbers of a piece. Gives what it makes: nothing, a tensor, or a tuple of them.
 Function: TypeAlias = Callable[..., Any]
 
-#: Fewer steps run in Python: a function would save microseconds, and each form costs a build and a comparison.
+#: Fewer steps of one transform are taken together with those of others.
 _LEAST_STEPS = 4
 
 #: In TorchScript these are numbers.
@@ -61,21 +65,37 @@ def cut(steps: Sequence[Step], names: Sequence[str], owners: Sequence[int], kept
     """
     last = {number: i for i, step in enumerate(steps) for _, _, number in step.tensors}
     last.update(dict.fromkeys(kept, len(steps)))
+    connected = _connected(steps, owners)
     pieces: list[Piece] = []
-    short: list[Step] = []
-    for begin, end in _runs(steps, owners):
-        if end - begin < _LEAST_STEPS:
-            short += steps[begin:end]
-            continue
-        if short:
-            pieces.append(Piece(pickle.dumps(short, 5)))
-            short = []
-        pieces.append(_piece(steps[begin:end], names, {number for number, i in last.items() if i >= end}))
-    return [*pieces, Piece(pickle.dumps(short, 5))] if short else pieces
+    short: list[int] = []
+
+    def take(some: Sequence[int], end: int) -> Piece:
+        return _piece([steps[i] for i in some], names, {number for number, i in last.items() if i >= end})
+
+    def take_short() -> None:
+        if any(_writes(names[steps[i].op]) for i in short):  # then their order counts
+            pieces.append(Piece(pickle.dumps([steps[i] for i in short], 5)))
+        elif short:
+            together = _connected([steps[i] for i in short])
+            groups = [[short[i] for i in range(len(short)) if together[i] == n] for n in dict.fromkeys(together)]
+            pieces.extend(take(group, short[-1] + 1) for group in groups)
+        short.clear()
+
+    for _, run in groupby(range(len(steps)), connected.__getitem__):
+        some = list(run)
+        if len(some) < _LEAST_STEPS:
+            short += some
+        else:
+            take_short()
+            pieces.append(take(some, some[-1] + 1))
+    take_short()
+    return pieces
 
 
-def _runs(steps: Sequence[Step], owners: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where runs of steps of one transform begin and end that are connected by the values they make."""
+def _connected(steps: Sequence[Step], owners: Sequence[int] | None = None) -> list[int]:
+    """The number of the group of each step. Steps of a group are connected by values that they make, and are of one
+    transform; without ``owners`` they are connected by all values that they use.
+    """
     group = list(range(len(steps)))
 
     def first(i: int) -> int:
@@ -83,15 +103,21 @@ def _runs(steps: Sequence[Step], owners: Sequence[int]) -> Iterator[tuple[int, i
             group[i] = i = group[group[i]]
         return i
 
-    made: dict[int, int] = {}
+    met: dict[int, int] = {}
     for i, step in enumerate(steps):
         for _, _, number in step.tensors:
-            if number in made and owners[made[number]] == owners[i]:
-                group[first(i)] = first(made[number])
-        made.update((out, i) for out in step.outs if out is not None)
-    for _, run in groupby(range(len(steps)), first):
-        found = list(run)
-        yield found[0], found[-1] + 1
+            if owners is None:
+                met.setdefault(number, i)
+            if number in met and (owners is None or owners[met[number]] == owners[i]):
+                group[first(i)] = first(met[number])
+        met.update((out, i) for out in step.outs if out is not None)
+    return [first(i) for i in range(len(steps))]
+
+
+@cache
+def _writes(name: str) -> bool:
+    """Whether an operation writes to a tensor that it is given."""
+    return any(about.alias_info is not None and about.alias_info.is_write for about in op_of(name)._schema.arguments)
 
 
 def _piece(steps: Sequence[Step], names: Sequence[str], later: set[int]) -> Piece:
