@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
-from functools import partial
+from typing import Any
 
 from monai.data import PersistentDataset
 from torch.utils.data import Subset
@@ -360,30 +360,26 @@ def _name_some(failed: Sequence[FailedItem], count: int) -> str:
 
 @contextmanager
 def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
-    """A progress bar, if there is a terminal or a notebook to show it. Yields the function that updates it."""
+    """A progress bar, if there is a terminal or a notebook to show it; else lines of the log, now and then.
+
+    Yields the function that updates it.
+    """
     from monai_gds.base.console import progress
 
-    display = progress()
+    display, logged = progress(), time.monotonic()
     display.disable = display.disable or not wanted
-    lines = _Lines()
+    task = display.add_task("filling the cache", total=None)
+
+    def update(**changes: Any) -> None:
+        nonlocal logged
+        display.update(task, **changes)
+        if display.disable and time.monotonic() >= logged + _LOG_SECONDS:
+            logged = time.monotonic()
+            (now,) = display.tasks
+            _log.info("%s: %d of %d items", now.description, now.completed, now.total)
+
     with display:
-        bar = partial(display.update, display.add_task(lines.description, total=None))
-        yield lines.update if display.disable else bar
-
-
-class _Lines:
-    """Logs how far the filling is, now and then, where no bar shows it."""
-
-    def __init__(self) -> None:
-        self.description = "filling the cache"
-        self._done, self._total, self._logged = 0, 0, time.monotonic()
-
-    def update(self, advance: int = 0, total: int | None = None, description: str | None = None) -> None:
-        self._done, self._total = self._done + advance, total or self._total
-        self.description = description or self.description
-        if time.monotonic() >= self._logged + _LOG_SECONDS:
-            self._logged = time.monotonic()
-            _log.info("%s: %d of %d items", self.description, self._done, self._total)
+        yield update
 
 
 # ---------------------------------------------------------------------------------------------------------------------
