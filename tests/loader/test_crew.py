@@ -301,6 +301,52 @@ class Read(mt.Transform):
         return {"image": image, "path": item["path"]}
 
 
+def made_ahead(loader: GDSDataLoader, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The batches of an epoch, at the end of which the workers have recorded what is foreseen."""
+    make = ahead.Programs.make_next
+
+    def waiting(self: ahead.Programs, most: int) -> None:
+        for _, running in self._next:
+            running.answer.result(20)
+        make(self, most)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead.Programs, "make_next", waiting)
+        return list(loader)
+
+
+def kept(loader: GDSDataLoader) -> list[bool]:
+    """Which of the foreseen items are made."""
+    return [running.begun is not None for running in crew_of(loader)._ahead.values()]
+
+
+def test_the_first_items_of_an_epoch_are_made_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the training need not wait for them."""
+    expected = [list(loader) for loader in [load(make(tmp_path))] for _ in range(3)]
+    loader = load(make(tmp_path))
+    found = []
+    for _ in range(3):
+        found.append(made_ahead(loader, monkeypatch))
+        assert kept(loader) == [True] * COUNT
+    assert_same(found, expected)
+
+
+def test_a_measured_epoch_has_its_own_items_in_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = load(make(tmp_path), stats=True)
+    for _ in range(3):
+        made_ahead(loader, monkeypatch)
+        assert not any(kept(loader))
+    assert loader.stats().hits == COUNT
+
+
+def test_items_that_need_much_memory_are_not_made_before_their_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = load(make(tmp_path), prefetch_bytes=5 << 20)
+    made_ahead(loader, monkeypatch)
+    assert sum(kept(loader)) < COUNT
+
+
 def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [{"path": str(tmp_path / f"{n}.txt")} for n in range(COUNT)]
     for item in items:
@@ -311,10 +357,8 @@ def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monk
     again = Crew.again
     monkeypatch.setattr(Crew, "again", lambda self, running: (done_again.append(running), again(self, running)))
     for _ in range(2):
-        assert {float(batch["image"].max()) for batch in loader} == {1.0}
-    assert crew_of(loader)._ahead and not done_again
-    for running in crew_of(loader)._ahead.values():
-        running.answer.result(20)
+        assert {float(batch["image"].max()) for batch in made_ahead(loader, monkeypatch)} == {1.0}
+    assert any(kept(loader)) and not done_again
     for item in items:
         Path(item["path"]).write_text("22")
     assert {float(batch["image"].max()) for batch in loader} == {22.0}

@@ -186,8 +186,9 @@ def test_device_memory_does_not_grow(make: Make) -> None:
         torch.cuda.synchronize()
         return torch.cuda.memory_reserved()
 
-    sizes = [reserved() for _ in range(20)]
-    assert max(sizes[5:]) == sizes[5], sizes
+    sizes = [reserved() for _ in range(40)]
+    # A batch that comes late for once needs other memory than those before. One that stayed would take it each time.
+    assert max(sizes[5:]) <= sizes[5] + 4 * 4 * SIZE, sizes
 
 
 def test_leaving_half_way_frees_the_device(make: Make) -> None:

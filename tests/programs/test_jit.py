@@ -237,3 +237,53 @@ def test_numbers_given_by_name_keep_their_places(functions: jit.Functions, ran: 
     ran[0] = 0
     assert_same(expected, made(recorded(1, lambda: make(3.0)))["image"])
     assert ran[0] > 0
+
+
+def little(*more: Any) -> mt.Compose:
+    flips = [mt.RandFlipd(KEYS, prob=1, spatial_axis=axis) for axis in range(3)]
+    return mt.Compose([mt.RandSpatialCropSamplesd(KEYS, (8, 8, 8), 3, random_size=False), *flips, *more])
+
+
+def test_what_several_transforms_do_to_a_crop_is_one_function(functions: jit.Functions, ran: list[int]) -> None:
+    program = recorded(1, lambda: little(mt.RandScaleIntensityd("image", 0.5, prob=1)))
+    expected = made(program)
+    assert len(program.pieces) == 6, "an image and a label for each of three crops"
+    assert len(functions.ready(program.pieces)) == 2
+    ran[0] = 0
+    assert_same(expected, made(program))
+    assert ran[0] == 6
+
+
+def cropped(of_a_crop: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> Callable[[], mt.Compose]:
+    def then(of: Any) -> Any:
+        return of_a_crop(of["image"].as_subclass(torch.Tensor))
+
+    return lambda: mt.Compose([mt.RandSpatialCropd(KEYS, (8, 8, 8), random_size=False), mt.Lambda(then)])
+
+
+def test_writes_stay_in_their_order() -> None:
+    """They reach what others read by views of their own."""
+
+    def write(image: torch.Tensor) -> dict[str, torch.Tensor]:
+        before = image[:, :4] * 2
+        image[:, 2:].mul_(5)
+        return {"before": before, "after": image[:, :4] * 2}
+
+    program = recorded(1, cropped(write))
+    for _ in range(2):
+        found = made(program)
+        assert torch.equal(found["before"][:, 2:] * 5, found["after"][:, 2:])
+        assert torch.equal(found["before"][:, :2], found["after"][:, :2])
+
+
+def test_a_value_that_pieces_share_lives_as_long_as_one_needs_it() -> None:
+    """The order of the steps changes, and with it who uses a value last."""
+
+    def share(image: torch.Tensor) -> dict[str, torch.Tensor]:
+        one, other = image[:, :4], image[:, 4:]
+        begun = other + 1
+        return {"between": one.flip(2), "last": begun * one}
+
+    program = recorded(1, cropped(share))
+    expected = made(program)
+    assert_same(expected, made(program))
