@@ -249,10 +249,6 @@ BUDGET_PART_BYTES = 1 << 30
 #: memory: 1 to 3 GB for volumes of 512 x 512 x 300.
 POPULATE_WORKERS = 8
 
-#: Items whose source files have at most this many bytes together are first computed without workers. It takes some
-#: 50 ms to load and transform a compressed volume of this size.
-FIRST_HERE_BYTES = 4 << 20
-
 # Programs
 
 #: Largest tensor that a program holds, and all of its tensors together. They cross from a worker process to the one
