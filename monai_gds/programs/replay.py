@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -93,9 +93,13 @@ def _ran(
     """The values of a program after its last step."""
     values: list[Any] = [*_views(program, volumes, device, shared), *_constants(program, device)]
     values += [None] * (program.values - len(values))
+    left = iter(pieces)
     try:
-        _run(program, pieces, values, device, functions)
-    except Exception:  # perhaps it is on the way of a wrong guess
+        _run(program, left, values, device, functions)
+    except Exception:  # perhaps it is on the way of a wrong guess, which a piece after it may find
+        for piece in left if program.guards else ():
+            with suppress(Exception):
+                _run(program, [piece], values, device, functions)
         _check(program, values)
         raise
     return values
@@ -114,7 +118,7 @@ def answered(program: Program, device: torch.device) -> bytes:
 
 
 def _run(
-    program: Program, pieces: Sequence[Piece], values: list[Any], device: torch.device,
+    program: Program, pieces: Iterable[Piece], values: list[Any], device: torch.device,
     functions: Mapping[bytes, Function],
 ) -> None:  # fmt: skip
     """Runs all steps: by functions where there are some, else one by one, which is what functions are compared with."""

@@ -328,6 +328,23 @@ def test_what_each_crop_was_guessed_to_be_is_compared() -> None:
             assert failed.value.found == {(5, n): truth[n] for n in range(first + 1)}
 
 
+def test_an_error_on_the_way_of_a_wrong_guess_is_not_raised() -> None:
+    """Though the guess is compared in a piece after the one that fails."""
+
+    def look_up(of: Any) -> Any:
+        image, label = (of[key].as_subclass(torch.Tensor) for key in KEYS)
+        image = image.flip(1)
+        return {"image": image if label.max() > -1 else torch.arange(3.0)[image.long()]}  # which has values up to 9
+
+    program = recorded(
+        1, lambda: mt.Compose([mt.RandSpatialCropd(KEYS, (8, 8, 8), random_size=False), mt.Lambda(look_up)])
+    )
+    assert len(program.pieces) == 2
+    for _ in range(2):
+        with pytest.raises(GuardFailed):
+            made(program)
+
+
 def test_a_value_that_is_made_twice_is_the_second() -> None:
     """As where an operation records one within it, which gives the same."""
     steps = [
