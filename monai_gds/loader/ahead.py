@@ -76,7 +76,7 @@ class Programs:
         running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
         self._next = list(zip(items, running, strict=False))
 
-    def make_next(self, most: int) -> None:
+    def make_next(self, most: int, around: OfThread) -> None:
         """Makes up to ``most`` items of the next epoch, as far as they are drawn, while the training is busy with the
         last batches of this one. Its first steps would wait for them, and compete with this thread for Python's lock.
 
@@ -91,8 +91,10 @@ class Programs:
                     break
                 made.append((running, self.begin(*item, running)))
             for running, begun in made:  # all are being read
-                if begun.replayed():
-                    running.begun = begun
+                begun.arrive()  # without these settings, as in an epoch: gradients cannot use what inference mode reads
+                with around.applied():
+                    if begun.replayed():
+                        running.begun = begun
 
     def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
         part = self._parts.index(dataset)
@@ -233,8 +235,7 @@ class ReadAhead:
             if self._programs is not None:
                 # A quarter of what may be in flight: a validation may come first, and need memory.
                 fit = self._most_bytes // 4 // self._last if self._last else 0
-                with self._around.applied():
-                    self._programs.make_next(min(self._most_records, fit))
+                self._programs.make_next(min(self._most_records, fit), self._around)
             return NO_BATCH
         items = []
         plain = True
