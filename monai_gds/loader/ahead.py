@@ -307,6 +307,8 @@ class ReadAhead:
 
     def _drop_begun(self) -> None:
         for upcoming in chain(self._current, *self._drawn):
+            if upcoming.running is not None:
+                upcoming.running.begun = None  # made before the epoch
             if upcoming.begun is not None:
                 upcoming.begun = None
                 self._count(-1, 0, upcoming)

@@ -27,7 +27,7 @@ import torch
 from monai.data import DataLoader
 from monai.utils import set_determinism
 
-from monai_gds import GDSDataLoader, GDSDataset, WorkerDied
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.dataset import programmed
 from monai_gds.loader import ahead, crew, data_loader, hand_over, next_epoch, on_values, resume, worker
 from monai_gds.loader.crew import Crew
@@ -305,10 +305,10 @@ def made_ahead(loader: GDSDataLoader, monkeypatch: pytest.MonkeyPatch) -> list[A
     """The batches of an epoch, at the end of which the workers have recorded what is foreseen."""
     make = ahead.Programs.make_next
 
-    def waiting(self: ahead.Programs, most: int) -> None:
+    def waiting(self: ahead.Programs, *given: Any) -> None:
         for _, running in self._next:
             running.answer.result(20)
-        make(self, most)
+        make(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(ahead.Programs, "make_next", waiting)
@@ -329,6 +329,24 @@ def test_the_first_items_of_an_epoch_are_made_before_it(tmp_path: Path, monkeypa
         found.append(made_ahead(loader, monkeypatch))
         assert kept(loader) == [True] * COUNT
     assert_same(found, expected)
+
+
+def test_no_batch_is_of_inference_mode_because_its_items_were_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient could not use what is read in it."""
+    crop = mt.RandSpatialCropd(KEYS, (32, 32, 32), random_size=False)
+    list(load(make(tmp_path, crop)))  # saves the items
+    loader = load(make(tmp_path, crop), collate_fn=as_they_are)
+    with torch.inference_mode():
+        for _ in range(2):
+            batches = made_ahead(loader, monkeypatch)
+            assert all(kept(loader))
+    assert not any(item["image"].is_inference() for items in batches for item in items)
+
+
+def as_they_are(items: list[Any]) -> list[Any]:
+    return items
 
 
 def test_nothing_is_made_before_an_epoch_where_the_last_one_was_not_foreseen(
@@ -357,6 +375,27 @@ def test_items_that_need_much_memory_are_not_made_before_their_epoch(
     loader = load(make(tmp_path), prefetch_bytes=5 << 20)
     made_ahead(loader, monkeypatch)
     assert sum(kept(loader)) < COUNT
+
+
+def test_items_that_were_made_before_their_epoch_are_given_up_where_memory_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(load(make(tmp_path)))  # saves the items
+    dataset = make(tmp_path)
+    loader = load(dataset, shuffle=False, sampler=torch.utils.data.RandomSampler(dataset, num_samples=6))
+    made_ahead(loader, monkeypatch)
+    made = list(crew_of(loader)._ahead.values())
+    arrive = programmed.Programmed.arrive
+
+    def arrived(self: programmed.Programmed) -> None:
+        if any(running.begun is not None for running in made):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        arrive(self)
+
+    assert all(kept(loader)) and len(made) == 4
+    monkeypatch.setattr(programmed.Programmed, "arrive", arrived)
+    with pytest.warns(CacheWarning, match="no memory left"):
+        assert len(list(loader)) == 6
 
 
 def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
