@@ -173,7 +173,7 @@ def begin_or_go_on(
 
 
 class Loaded(dict[str, Any]):
-    """A saved state for one loop, which empties it: of a loader, or of one that Lightning makes of it and gives this."""
+    """A saved state for one loop, which empties it: of a loader, or of one that Lightning makes with this object."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Loaded:
