@@ -92,8 +92,7 @@ class Hidden:
             self._searches -= 1
             held = (part for transform in self._split.deterministic for part in parts(transform))
             # A forked process, which cannot use CUDA, has those of the process that could.
-            begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            devices = torch.cuda.default_generators if begun else ()
+            devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
             every = (*_GLOBAL, *devices, *self._hashed.generators, *held)
             found = {id(part): part for part in every if is_generator(part)}
             self._generators = list(found.values())
