@@ -91,10 +91,7 @@ class Hidden:
         if self._searches > 0:
             self._searches -= 1
             held = (part for transform in self._split.deterministic for part in parts(transform))
-            # A forked process, which cannot use CUDA, has those of the process that could.
-            devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-            every = (*_GLOBAL, *devices, *self._hashed.generators, *held)
-            found = {id(part): part for part in every if is_generator(part)}
+            found = {id(part): part for part in (*_GLOBAL, *self._hashed.generators, *held) if is_generator(part)}
             self._generators = list(found.values())
         return [(generator, state_of(generator)) for generator in self._generators]
 

@@ -255,23 +255,6 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class OfTheDevice(mt.Transform):
-    """Draws from a device's generator, in a way that its code does not show, as dropout does."""
-
-    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
-        (generator,) = torch.cuda.default_generators
-        return {**data, "image": data["image"] + torch.empty(()).exponential_(generator=generator).item()}
-
-
-def test_a_device_has_a_generator_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a machine without CUDA shows: the generator is torch's for the CPU."""
-    generator = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    (told,) = said_of(dataset_of(tmp_path, OfTheDevice()), 1)
-    assert "OfTheDevice (transforms[" in told
-
-
 def test_seeding_everything_is_no_hint(tmp_path: Path) -> None:
     transform = Counted(Named(seeded_elsewhere))
     assert said_of(dataset_of(tmp_path, transform)) == []
