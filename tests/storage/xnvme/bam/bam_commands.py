@@ -87,15 +87,16 @@ class Commands:
             for completion in self.queue.poll():
                 bounce = bounces.pop(completion.tag)
                 if not completion.status:
-                    self._check(*completion.tag, slots[self.pool.slot(bounce.address)].tobytes())
+                    self._check(completion.tag, slots[self.pool.slot(bounce.address)].tobytes())
                 self.pool.give_back(bounce)
                 done.append(completion)
         return done
 
-    def _check(self, lba: int, blocks: int, slot: bytes) -> None:
+    def _check(self, tag: tuple[int, int], slot: bytes) -> None:
+        lba, blocks = tag
         with self.image.open("rb") as f:
             expected = os.pread(f.fileno(), blocks * BLOCK, lba * BLOCK)
-        assert slot[: len(expected)] == expected, (lba, blocks)
+        assert slot[: len(expected)] == expected, tag
         assert not slot[len(expected) :].strip(b"\xa5")
 
 

@@ -278,6 +278,21 @@ def test_a_silent_controller_is_an_error_and_not_a_wait(
         assert everything(storage, list(FILES)) == FILES
 
 
+def test_reads_that_keep_arriving_do_not_put_the_time_limit_off(image: Path) -> None:
+    with commands(1, image, 1, 64, 60, 4096, Silent, 0.4) as made:
+        done: list[Completion] = []
+        for n in range(60):  # over more than three seconds
+            made.queue.read(n, n, 1, made.pool.data.tensor.data_ptr() + n * 4096)
+            for _ in range(10):
+                done += made.queue.poll() if made.queue.outstanding else []
+                time.sleep(0.005)
+            if done:
+                break
+        assert done[0].status < 0
+        while made.queue.outstanding:
+            made.queue.poll()
+
+
 def test_a_queue_is_deleted_before_its_memory_is_used_again(image: Path) -> None:
     """A command that was lost may be carried out later, but never once its queue is gone."""
     entered, go_on = threading.Event(), threading.Event()
