@@ -304,6 +304,9 @@ PREFETCH_BYTES = 1 << 30
 PREFETCH_PART_OF_DEVICE = 16
 PREFETCH_DEVICE_BYTES = 2 << 30
 
+#: Draws from torch's generator between two epochs of a loader that are recognised: a few loaders of validations.
+DRAWS_BETWEEN_EPOCHS = 8
+
 #: Smaller arrays and tensors of a batch from a worker are pickled with it. Each larger one costs some 10 us.
 PICKLED_BUFFER_BYTES = 16 << 10
 
