@@ -97,9 +97,38 @@ __device__ void encode(const Batch& batch, const Command& command, u32 id, volat
 __device__ void ring(u64 doorbell, u32 value) { *(volatile u32*)doorbell = value; }
 
 // The last word of the i-th completion entry from the head on: identifier, phase bit, status. One load, never torn.
-__device__ u32 completion(const Queue& queue, u32 head, u32 i)
+__device__ u32 completion(const Queue& queue, u32 i)
 {
-    return ((const volatile u32*)queue.completion)[(head + i) % queue.depth * 4 + 3];
+    return ((const volatile u32*)queue.completion)[(queue.head + i) % queue.depth * 4 + 3];
+}
+
+// Puts as many commands of the block's share, from `next` on, into its queue as there is room for. Returns how many.
+__device__ u32 submit(const Batch& batch, Shared& shared, Queue& queue, u32 flying, u64 next)
+{
+    const u64 left = next < batch.count ? (batch.count - next + gridDim.x - 1) / gridDim.x : 0;
+    const u32 room = queue.depth - 1 - flying, fresh = left < room ? (u32)left : room;
+    for (u32 i = threadIdx.x; i < fresh; i += blockDim.x) {
+        const u32 id = shared.ids[flying + i];
+        const Command& command = batch.commands[next + (u64)i * gridDim.x];
+        shared.slots[id] = (int)command.slot;
+        encode(batch, command, id, (volatile u32*)queue.submission + (queue.tail + i) % queue.depth * 16);
+    }
+    queue.tail = (queue.tail + fresh) % queue.depth;
+    return fresh;
+}
+
+// Keeps the identifiers for the next launch. If the queue failed, notes it of what has no result.
+__device__ void keep(const Batch& batch, const Shared& shared, u32 most, bool failed, u64 next)
+{
+    Identifiers& kept = batch.identifiers[blockIdx.x];
+    for (u32 i = threadIdx.x; i < most; i += blockDim.x) {
+        kept.ids[i] = shared.ids[i];
+        kept.slots[i] = shared.slots[i];
+        if (failed && shared.slots[i] >= 0) batch.results[shared.slots[i]] = shared.strange ? STRANGE : LOST;
+    }
+    if (failed)
+        for (u64 i = next + (u64)threadIdx.x * gridDim.x; i < batch.count; i += (u64)blockDim.x * gridDim.x)
+            batch.results[batch.commands[i].slot] = UNSENT;
 }
 
 // Drives a block's queue: submits its share of the batch, which is every gridDim.x-th command, and takes completions until
@@ -108,12 +137,13 @@ __device__ u32 completion(const Queue& queue, u32 head, u32 i)
 // is lost. The loops of all threads take the same turns.
 __device__ void drive(const Batch& batch, Shared& shared)
 {
-    const Queue queue = batch.queues[blockIdx.x];
-    Identifiers& kept = batch.identifiers[blockIdx.x];
+    Queue queue = batch.queues[blockIdx.x];
+    const Identifiers& kept = batch.identifiers[blockIdx.x];
     const bool leads = threadIdx.x == 0;
     const u32 depth = queue.depth, most = depth - 1;  // a full queue would look empty
-    u32 tail = queue.tail, head = queue.head, phase = queue.phase, flying = queue.flying;
-    u64 next = (blockIdx.x + gridDim.x - batch.first) % gridDim.x, since = flying ? queue.since : now();
+    u32 flying = queue.flying;
+    u64 next = (blockIdx.x + gridDim.x - batch.first) % gridDim.x;
+    if (!flying) queue.since = now();
     for (u32 i = threadIdx.x; i < most; i += blockDim.x) {
         shared.ids[i] = flying ? kept.ids[i] : i;
         shared.slots[i] = flying ? kept.slots[i] : -1;
@@ -123,29 +153,21 @@ __device__ void drive(const Batch& batch, Shared& shared)
 
     bool over = false, failed = false;
     while ((flying || next < batch.count) && !over && !failed) {
-        const u64 left = next < batch.count ? (batch.count - next + gridDim.x - 1) / gridDim.x : 0;
-        const u32 fresh = left < most - flying ? (u32)left : most - flying;
-        for (u32 i = threadIdx.x; i < fresh; i += blockDim.x) {
-            const u32 id = shared.ids[flying + i];
-            const Command& command = batch.commands[next + (u64)i * gridDim.x];
-            shared.slots[id] = (int)command.slot;
-            encode(batch, command, id, (volatile u32*)queue.submission + (tail + i) % depth * 16);
-        }
+        const u32 fresh = submit(batch, shared, queue, flying, next);
         flying += fresh;
         next += (u64)fresh * gridDim.x;
-        tail = (tail + fresh) % depth;
         if (leads) {
             shared.arrived = flying;
-            shared.late = now() - since > batch.limit_ns;
+            shared.late = now() - queue.since > batch.limit_ns;
             shared.over = *(volatile u32*)batch.over;
         }
         __threadfence_system();
         __syncthreads();
 
-        if (leads && fresh) ring(queue.submission_doorbell, tail);
+        if (leads && fresh) ring(queue.submission_doorbell, queue.tail);
         for (u32 i = threadIdx.x; i < flying; i += blockDim.x) {
-            const u32 expected = head + i < depth ? phase : phase ^ 1;
-            if ((completion(queue, head, i) >> 16 & 1) != expected) {
+            const u32 expected = queue.head + i < depth ? queue.phase : queue.phase ^ 1;
+            if ((completion(queue, i) >> 16 & 1) != expected) {
                 atomicMin(&shared.arrived, i);
                 break;
             }
@@ -155,7 +177,7 @@ __device__ void drive(const Batch& batch, Shared& shared)
         const u32 arrived = shared.arrived, late = shared.late;
         over = next >= batch.count && (arrived || shared.over);
         for (u32 i = threadIdx.x; i < arrived; i += blockDim.x) {
-            const u32 word = completion(queue, head, i), id = word & 0xffff;
+            const u32 word = completion(queue, i), id = word & 0xffff;
             const int slot = id < most ? atomicExch(&shared.slots[id], -1) : -1;
             if (slot < 0) {
                 atomicExch(&shared.strange, 1u);
@@ -168,35 +190,22 @@ __device__ void drive(const Batch& batch, Shared& shared)
         __syncthreads();
 
         flying -= arrived;
-        if (head + arrived >= depth) phase ^= 1;
-        head = (head + arrived) % depth;
+        if (queue.head + arrived >= depth) queue.phase ^= 1;
+        queue.head = (queue.head + arrived) % depth;
         if (leads && arrived) {
-            ring(queue.completion_doorbell, head);
-            since = now();
+            ring(queue.completion_doorbell, queue.head);
+            queue.since = now();
         }
         failed = shared.strange || (late && !arrived);
         if (!arrived) rest();
     }
 
-    for (u32 i = threadIdx.x; i < most; i += blockDim.x) {
-        const int slot = shared.slots[i];
-        if (failed && slot >= 0) batch.results[slot] = shared.strange ? STRANGE : LOST;
-        kept.ids[i] = shared.ids[i];
-        kept.slots[i] = slot;
-    }
-    if (failed)  // the rest of the block's share
-        for (u64 i = next + (u64)threadIdx.x * gridDim.x; i < batch.count; i += (u64)blockDim.x * gridDim.x)
-            batch.results[batch.commands[i].slot] = UNSENT;
-    if (leads) {
-        Queue& same = batch.queues[blockIdx.x];
-        same.tail = tail;
-        same.head = head;
-        same.phase = phase;
-        same.flying = flying;
-        same.failed = failed;
-        same.since = since;
-        if (over || failed) *(volatile u32*)batch.over = 1;
-    }
+    keep(batch, shared, most, failed, next);
+    if (!leads) return;
+    queue.flying = flying;
+    queue.failed = failed;
+    batch.queues[blockIdx.x] = queue;
+    if (over || failed) *(volatile u32*)batch.over = 1;
 }
 
 #ifdef __CUDACC__
