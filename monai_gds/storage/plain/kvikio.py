@@ -271,10 +271,11 @@ class KvikioBackend(Backend):
         return self._ways[folder]
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """See :meth:`Backend.memory`. Where cuFile may fill it, it begins at a page: elsewhere cuFile copies.
+        """See :meth:`Backend.memory`. Where cuFile may fill it, it begins at a page, as large tensors in files do.
 
-        It is not registered with cuFile. Each load has its own destinations, and what lives long is torch's segments:
-        torch frees these without telling anyone, and they must not be registered any more then.
+        What that gains is not known: no machine at hand has cuFile read directly. It is not registered with cuFile: each
+        load has its own destinations, and what lives long is torch's segments, which torch frees without notice, though
+        by then they must not be registered any more.
         """
         if self._use == "never" or nbytes < limits.KVIKIO_LEAST_BYTES:
             return super().memory(nbytes)
