@@ -273,7 +273,7 @@ class KvikioBackend(Backend):
     def memory(self, nbytes: int) -> torch.Tensor:
         """See :meth:`Backend.memory`. Where cuFile may fill it, it begins at a page, as large tensors in files do.
 
-        What that gains is not known: no machine at hand has cuFile read directly. It is not registered with cuFile: each
+        What that gains is not known: no machine at hand reads directly. It is not registered with cuFile: each
         load has its own destinations, and what lives long is torch's segments, which torch frees without notice, though
         by then they must not be registered any more.
         """
