@@ -18,7 +18,7 @@ constexpr u32 MOST_DEPTH = 1024;
 // Results of a command besides the controller's own status: see queues.py.
 constexpr int LOST = -1, STRANGE = -2, UNSENT = -3;
 
-// A queue pair. All that follows its depth is kept from one launch to the next; `since` is when something last completed.
+// A queue pair. What follows its depth is kept from one launch to the next; `since` is when something last completed.
 struct Queue {
     u64 submission, completion, submission_doorbell, completion_doorbell;
     u32 depth, tail, head, phase, flying, failed;
@@ -38,7 +38,8 @@ struct Identifiers {
 };
 
 // What the host passes: `count` new commands, to be spread over the queues from queue `first` on. `results` are by slot.
-// `over` is set by the first block that leaves, or by the host if it has more commands. `identifiers` are kept from one launch to the next. `pages` holds the controller's address of each page of the pool, `list_pages` of each page of
+// `over` is set by the first block that leaves, or by the host if it has more commands. `identifiers` are kept from one
+// launch to the next. `pages` holds the controller's address of each page of the pool, `list_pages` of each page of
 // `lists`. Each slot has one list of `list_entries`, a power of two, so that no list crosses a page.
 struct Batch {
     Queue* queues;
@@ -131,10 +132,10 @@ __device__ void keep(const Batch& batch, const Shared& shared, u32 most, bool fa
             batch.results[batch.commands[i].slot] = UNSENT;
 }
 
-// Drives a block's queue: submits its share of the batch, which is every gridDim.x-th command, and takes completions until
-// the host has something to do: a command of any queue has completed, or more commands have come. What is in flight then stays so, and
-// the next launch takes its completion. Where nothing completes for `limit_ns`, the block gives up, and what is in flight
-// is lost. The loops of all threads take the same turns.
+// Drives a block's queue: submits its share of the batch, which is every gridDim.x-th command, and takes completions
+// until the host has something to do: a command of any queue has completed, or more commands have come. What is in
+// flight then stays so, and the next launch takes its completion. Where nothing completes for `limit_ns`, the block
+// gives up, and what is in flight is lost. The loops of all threads take the same turns.
 __device__ void drive(const Batch& batch, Shared& shared)
 {
     Queue queue = batch.queues[blockIdx.x];

@@ -107,8 +107,8 @@ class BamQueue:
     another read has arrived.
 
     Commands stay in flight between launches, and the reads join them at the next one, so the controller has work as
-    long as there are reads. After ``seconds`` without a completion, a queue's commands are
-    lost. The kernel runs on ``target``.
+    long as there are reads. After ``seconds`` without a completion, a queue's commands are lost. The kernel runs on
+    ``target``.
     """
 
     def __init__(
