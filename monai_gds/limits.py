@@ -40,10 +40,6 @@ PACK_BYTES = 1 << 20
 #: a crop, say) the block would be mostly bytes that nobody requested.
 PACK_GAP_BYTES = 64 << 10
 
-#: For a destination without room for the last block of a disk: up to this size all of it takes a detour through a
-#: bounce buffer, above it only the last block does, in a separate transfer.
-DETOUR_BYTES = 128 << 10
-
 #: Reads of fewer bytes are left to the kernel's own read-ahead. Larger pieces are announced to the kernel as a whole.
 KERNEL_READ_AHEAD_BYTES = 512 << 10
 
@@ -252,10 +248,6 @@ BUDGET_PART_BYTES = 1 << 30
 #: Workers that fill a cache by default, if there are as many cores. Each holds an item and its transforms' results in
 #: memory: 1 to 3 GB for volumes of 512 x 512 x 300.
 POPULATE_WORKERS = 8
-
-#: Items whose source files have at most this many bytes together are first computed without workers. It takes some
-#: 50 ms to load and transform a compressed volume of this size.
-FIRST_HERE_BYTES = 4 << 20
 
 # Programs
 

@@ -47,6 +47,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return Training(write_volumes(tmp_path_factory.mktemp("volumes"), 5, shape), shape, CPU, workers=1)
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_after_ctrl_c_the_complete_turns_are_reported(
+    tiny: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """In the middle of the turn after them."""
+    left = 2 * (turns + 1) + 1
+    measure = training.epoch
+
+    def counted(*args: Any) -> Epoch:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        return measure(*args)
+
+    monkeypatch.setattr(training, "epoch", counted)
+    if not turns:
+        with pytest.raises(KeyboardInterrupt):
+            training.compare(tiny, tmp_path, [IN_MEMORY], 5)
+        return
+    report = training.compare(tiny, tmp_path, [IN_MEMORY], 5)
+    assert [len(row.samples) for row in (*report.ceilings, *report.rows)] == [turns] * 2
+
+
 @pytest.mark.parametrize("heavy", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", PEERS)
