@@ -209,7 +209,7 @@ YOUNG_FILES = 1_000_000
 FOLDER_ENTRIES = 200_000
 
 #: If an item reads more files of one folder without naming them, the folder counts in their place: a zarr of 5,000
-#: chunks would otherwise cost 5,000 calls per hit. The second number is for a folder that was listed, which counts
+#: chunks would otherwise be a list of 5,000 paths. The second number is for a folder that was listed, which counts
 #: anyway.
 READ_FILES = 256
 READ_LISTED_FILES = 32

@@ -20,10 +20,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from monai_gds.base.process import PerProcess
+from monai_gds.base.process import Bell, PerProcess
 from monai_gds.shared.owner import gone, mark, this_process
 from monai_gds.shared.temporary import create, opened, read
 
@@ -70,7 +69,7 @@ class Lease:
     """The right to compute an item, from :meth:`Leases.take`. Ends with :meth:`release`.
 
     As a context manager it is released at the end of the block, unless it was handed over. The file of one that was
-    dropped is removed by the thread that touches leases, since a Ctrl-C would be lost in a ``__del__``.
+    dropped is removed by the thread that touches leases, at its next beat: a Ctrl-C would be lost in a ``__del__``.
     """
 
     __slots__ = ("__weakref__", "_handed_over", "_holder", "_mark", "_what")
@@ -87,7 +86,7 @@ class Lease:
         if holder is not _here.made() or not self._mark:
             return
         held = holder.held.get(self._what)
-        if held is not None and held.mark == self._mark:
+        if held is not None and held[1] == self._mark:
             holder.held.pop(self._what, None)
         _remove_file(self._what, self._mark)
 
@@ -239,43 +238,32 @@ def take_turn(directory: str | os.PathLike[str], digest: str, look: Callable[[],
 # Per process
 
 
-class _Held(NamedTuple):
-    """A lease as its process holds it, and after it was dropped."""
-
-    lease: weakref.ref[Lease]
-    mark: bytes
-
-
 class _Holder:
     """The leases that a process holds, and the thread that touches their files.
 
-    Dictionaries are changed by single operations without a lock, which an interrupt could leave locked.
+    Dictionaries are changed by single operations, and the thread is started and ended, without a lock, which an
+    interrupt could leave locked.
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, str], _Held] = {}  # by folder and digest
+        # By folder and digest, with the mark: leases, which may have been dropped without being released.
+        self.held: dict[tuple[str, str], tuple[weakref.ref[Lease], bytes]] = {}
         self._thread: threading.Thread | None = None
-        self._woken: SimpleQueue[object] = SimpleQueue()  # wakes the thread
-        # written in C, as what is called for a dropped lease must be: no Ctrl-C strikes there
-        self.wake = self._woken.put
+        self._bell = Bell()  # wakes the thread
 
     def claim(self, lease: Lease) -> bool:
         """Whether no other thread of this process holds it."""
-        mine = _Held(weakref.ref(lease, self.wake), lease._mark)
-        while True:
-            known = self.held.setdefault(lease._what, mine)
-            if known is mine:
-                return True
-            if known.lease() is not None:
+        mine = weakref.ref(lease), lease._mark
+        while (known := self.held.setdefault(lease._what, mine)) is not mine:
+            if known[0]() is not None:
                 return False
             if self.held.get(lease._what) is known:
                 self.held.pop(lease._what, None)
+        return True
 
     def holds(self, what: tuple[str, str]) -> bool:
         known = self.held.get(what)
-        return known is not None and known.lease() is not None
-
-    # The thread is started and ended without a lock, which an interrupt could leave locked forever.
+        return known is not None and known[0]() is not None
 
     def keep_beating(self) -> None:
         """Starts the thread unless it runs."""
@@ -288,18 +276,17 @@ class _Holder:
     def _beat(self) -> None:
         me = threading.current_thread()
         while self._thread is me:  # else two were started at once
-            with contextlib.suppress(Empty):
-                self._woken.get(timeout=BEAT_SECONDS)
+            self._bell.wait(BEAT_SECONDS)
             if not self.held and self._thread is me:
                 self._thread = None
                 if not self.held:  # checked again: take() claims a lease first, and then looks at the thread
                     return
                 self.keep_beating()
             for what, held in list(self.held.items()):
-                if not _beat_for(held):  # nobody has it any more
+                if not _beat_for(held[0]):  # nobody has it any more
                     if self.held.get(what) is held:
                         self.held.pop(what, None)
-                    _remove_file(what, held.mark)
+                    _remove_file(what, held[1])
 
     def end_idle_thread(self) -> None:
         """Called before a fork, since Python 3.12 warns of forks of a process with threads."""
@@ -307,13 +294,13 @@ class _Holder:
             thread = self._thread
             if self.held or thread is None or not thread.is_alive():
                 return
-            self.wake(None)
+            self._bell.ring()
             thread.join(0.05)
 
 
-def _beat_for(held: _Held) -> bool:
+def _beat_for(held: weakref.ref[Lease]) -> bool:
     """Touches the file of a lease; False if nobody has it any more."""
-    lease = held.lease()  # in a function of its own, so that the thread does not keep a lease alive
+    lease = held()  # in a function of its own, so that the thread does not keep a lease alive
     if lease is not None:
         lease._beat()
     return lease is not None
