@@ -2,21 +2,17 @@
 
 Workers of a loader may live for one epoch. Without the table each would repeat the warnings that others gave, and look
 again at what others found. The table holds a hash of each notice and when it was last given. Of the notices that share
-a row, the oldest is forgotten, so a notice may be given twice.
+a row, the oldest is forgotten, and there is no lock: so a notice may be given twice.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import math
 import mmap
-import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 _ROWS = 512
@@ -24,12 +20,6 @@ _ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 
 
 #: Anonymous and shared: a forked process has the same pages, as have all that a fork server forks.
 _table = mmap.mmap(-1, _ROWS * _ROW.size)
-
-#: Locked by whoever claims a notice, for some microseconds. The kernel unlocks it for a process that is killed.
-_claims = os.memfd_create("monai-gds-notices")
-
-#: How often the lock is tried for, a millisecond apart: after that a notice may be given twice.
-_TRIES = 100
 
 
 class Notice:
@@ -56,14 +46,11 @@ class Notice:
         struct.pack_into("=Qd", _table, self._offset + 16 * slot, self._hash, time.monotonic())
 
     def is_new(self) -> bool:
-        """Whether it was not given before. Marks it as given. True for one of the processes that ask at once."""
-        if self.last_given() > -math.inf:
-            return False
-        with _alone():
-            if self.last_given() > -math.inf:
-                return False
+        """Whether it was not given before. Marks it as given."""
+        is_new = self.last_given() == -math.inf
+        if is_new:
             self.mark_given()
-        return True
+        return is_new
 
     def log(self, logger: logging.Logger, message: str, *args: Any) -> None:
         """Logs a message as INFO if it is new. Where nobody listens yet, it stays new."""
@@ -73,18 +60,3 @@ class Notice:
     def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         row = _ROW.unpack_from(_table, self._offset)
         return row[::2], row[1::2]
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    for _ in range(_TRIES):
-        try:
-            fcntl.lockf(_claims, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            time.sleep(0.001)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.lockf(_claims, fcntl.LOCK_UN)

@@ -37,7 +37,7 @@ from monai_gds.base.workers import Workers
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
-from monai_gds.pipeline.hidden import states_kept
+from monai_gds.pipeline.randomness import shared, states_kept
 from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.owner import this_process
 from monai_gds.shared.temporary import JOB, create, opened
@@ -120,7 +120,7 @@ class FirstHere:
             return self._workers.submit(index, anyway)
         began = time.monotonic()
         try:
-            with states_kept():
+            with states_kept(shared() if threading.current_thread() is threading.main_thread() else ()):
                 return self._here.submit(index, anyway)
         finally:
             self._left -= time.monotonic() - began

@@ -33,7 +33,7 @@ from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_it
 from monai_gds.keys.hashing import hash_item
 from monai_gds.keys.key import FORMAT, Key
 from monai_gds.pipeline.hidden import Hidden
-from monai_gds.pipeline.settings import applied, of_process
+from monai_gds.pipeline.settings import apply, of_process
 from monai_gds.pipeline.words import naming
 from monai_gds.records.heads import Form
 from monai_gds.records.problems import with_advice
@@ -350,7 +350,7 @@ def _held(differ: dict[str, tuple[str, str]]) -> Iterator[None]:
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # the consumer's, which is for random transforms
             stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(applied(tuple((name, held) for name, (held, _) in differ.items()), only=True))
+        stack.enter_context(apply(tuple((name, held) for name, (held, _) in differ.items()), only=True))
         yield
 
 

@@ -25,7 +25,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -38,7 +38,7 @@ from monai_gds.errors import CacheWarning
 from monai_gds.keys.hashing import HashedTransforms, hash_item
 from monai_gds.keys.of_libraries import writes_files
 from monai_gds.pipeline.parts import name_of, parts
-from monai_gds.pipeline.randomness import is_generator, put_state, seed_everything, state_of
+from monai_gds.pipeline.randomness import is_generator, seed_everything, state_of, states_kept
 from monai_gds.pipeline.split import Split
 
 #: The generators of the whole process. Those of CUDA are not looked at: training moves them all the time.
@@ -163,7 +163,7 @@ class Hidden:
             return ""
         try:
             self._is_done = True
-            with states_kept(generators):
+            with states_kept(generators if threading.current_thread() is threading.main_thread() else ()):
                 return self._culprit(item, computed)
         finally:
             _one.release()
@@ -191,18 +191,6 @@ class Hidden:
         result = self._split.again(transforms, item)
         held.clear()
         return result
-
-
-@contextmanager
-def states_kept(generators: Sequence[Any] = _GLOBAL) -> Iterator[None]:
-    """Puts generators, by default those of the process, back into their states, where the main thread computes."""
-    states = [state_of(generator) for generator in generators]
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for generator, state in zip(generators, states, strict=True):
-                put_state(generator, state)
 
 
 def _words(code: types.CodeType, function: types.FunctionType) -> Iterator[str]:

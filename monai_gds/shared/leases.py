@@ -95,20 +95,6 @@ class Lease:
         self._handed_over = True
         return self.release
 
-    def _write(self, fd: int) -> bool:
-        """Creates the file in the folder ``fd``, with its content; False if it exists."""
-        digest = self._what[1]
-        name = f"{digest}.{self._mark.decode()}"  # a temporary file, until it is linked
-        try:
-            create(fd, name, self._mark)
-            _link(fd, name, _name(digest))
-        except FileExistsError:
-            return False
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=fd)
-        return True
-
     def _beat(self) -> None:
         folder, digest = self._what
         with contextlib.suppress(OSError), opened(folder) as fd:
@@ -191,7 +177,8 @@ class Leases:
         _, digest = lease._what
         with opened(self._folder, make=True) as fd:
             for _ in range(2):
-                if lease._write(fd):
+                with contextlib.suppress(FileExistsError):
+                    create(fd, _name(digest), lease._mark)
                     return True
                 with contextlib.suppress(FileNotFoundError):
                     if not self._evict(fd, digest):
@@ -337,19 +324,6 @@ def _remove_file(what: tuple[str, str], own: bytes) -> None:
     with contextlib.suppress(OSError), opened(folder) as fd:
         if _look(fd, digest)[0] == own:
             os.unlink(_name(digest), dir_fd=fd)
-
-
-def _link(fd: int, name: str, lease: str) -> None:
-    """Gives a file the name of a lease. Raises FileExistsError if there is one."""
-    try:
-        os.link(name, lease, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links, where two may take a lease at once
-        with contextlib.suppress(FileNotFoundError):
-            os.stat(lease, dir_fd=fd, follow_symlinks=False)
-            raise FileExistsError(lease) from None
-        os.rename(name, lease, src_dir_fd=fd, dst_dir_fd=fd)
 
 
 def _look(fd: int, digest: str) -> tuple[bytes, os.stat_result]:
