@@ -40,10 +40,6 @@ PACK_BYTES = 1 << 20
 #: a crop, say) the block would be mostly bytes that nobody requested.
 PACK_GAP_BYTES = 64 << 10
 
-#: For a destination without room for the last block of a disk: up to this size all of it takes a detour through a
-#: bounce buffer, above it only the last block does, in a separate transfer.
-DETOUR_BYTES = 128 << 10
-
 #: Reads of fewer bytes are left to the kernel's own read-ahead. Larger pieces are announced to the kernel as a whole.
 KERNEL_READ_AHEAD_BYTES = 512 << 10
 
@@ -256,10 +252,6 @@ BUDGET_PART_BYTES = 1 << 30
 #: memory: 1 to 3 GB for volumes of 512 x 512 x 300.
 POPULATE_WORKERS = 8
 
-#: Items whose source files have at most this many bytes together are first computed without workers. It takes some
-#: 50 ms to load and transform a compressed volume of this size.
-FIRST_HERE_BYTES = 4 << 20
-
 # Programs
 
 #: Largest tensor that a program holds, and all of its tensors together. They cross from a worker process to the one
@@ -306,6 +298,9 @@ PREFETCH_BYTES = 1 << 30
 #: 2 GiB, and no faster with 4. Registered files (``pinned_bytes``): 43, 52.5, 52.3; a pinned copy 52 to 55.
 PREFETCH_PART_OF_DEVICE = 16
 PREFETCH_DEVICE_BYTES = 2 << 30
+
+#: Draws from torch's generator between two epochs of a loader that are recognised: a few loaders of validations.
+DRAWS_BETWEEN_EPOCHS = 8
 
 #: Smaller arrays and tensors of a batch from a worker are pickled with it. Each larger one costs some 10 us.
 PICKLED_BUFFER_BYTES = 16 << 10

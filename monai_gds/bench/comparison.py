@@ -102,7 +102,8 @@ class Comparison:
             tensor.to(self.device).as_subclass(torch.Tensor).sum()
 
     def time(self, entrant: Entrant) -> float:
-        """Seconds of a timed epoch."""
+        """Seconds of a timed epoch. In a turn, all competitors draw the same random numbers."""
+        seed(self.transform, len(entrant.seconds))
         return epoch(entrant, self)
 
     def notes(self, entrant: Entrant) -> dict[str, str]:
@@ -171,12 +172,7 @@ def enter(comparison: Comparison, name: str, folder: Path | None = None) -> Entr
 def compare(
     comparison: Comparison, progress: Progress = SILENT, after_turn: Callable[[], None] = lambda: None
 ) -> Report:
-    """Runs a comparison.
-
-    Args:
-        comparison: the workload and its competitors.
-        progress: shows how far it is.
-        after_turn: called whenever each competitor has run one timed epoch.
+    """Runs a comparison, and calls ``after_turn`` whenever each competitor has run one timed epoch.
 
     Raises:
         StorageError: batches or bytes differ from those of the transforms.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,13 +16,6 @@ from monai_gds.command.options import DeviceOption, HeapOption, JsonOption, one_
 
 if TYPE_CHECKING:
     from monai_gds.imagenet.dali.decoding import Decoding
-
-
-class Memory(StrEnum):
-    """Where readers that take ``--mem`` have their buffers."""
-
-    CPU = "cpu"
-    GPU = "gpu"
 
 
 DatadirOption = Annotated[
@@ -67,7 +59,7 @@ _InterfaceOption = Annotated[
 _NamespaceOption = Annotated[
     int | None, typer.Option(min=1, help="Block readers: the namespace of a drive in user space.")
 ]
-_MemoryOption = Annotated[Memory | None, typer.Option(help="Block readers: where their buffers are.")]
+_MemoryOption = Annotated[Literal["cpu", "gpu"] | None, typer.Option(help="Block readers: where their buffers are.")]
 _MapOption = Annotated[
     Path | None,
     typer.Option(help="Block readers: a block map of DATADIR, or of a drive that is not mounted.", exists=True),
@@ -102,7 +94,7 @@ def loaders(
     from monai_gds.storage.blockmap.block_map import BlockMap
 
     target = resolve_device(device)
-    given = {"uri": uri, "be": be, "nsid": nsid, "heap_bytes": heap_bytes, "mem": mem and mem.value, "blockmap": bmap}
+    given = {"uri": uri, "be": be, "nsid": nsid, "heap_bytes": heap_bytes, "mem": mem, "blockmap": bmap}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     by_blocks = [name for name in bench.PEERS if bench.options_for(name, options, target)]
     has_folder = datadir is not None or make is not None
@@ -150,11 +142,7 @@ def _readers(
 ) -> list[str]:
     """The readers to compare: those named, or all that can run with these options. Raises BadParameter.
 
-    Args:
-        named: the readers that the user named, if any.
-        by_blocks: the readers that take ``options``.
-        options: of the block readers, as the user gave them.
-        has_folder: whether there is a folder of images. Block readers can do with a block map.
+    Those ``by_blocks`` take the options, and can do with a block map where there is no folder of images.
     """
     from monai_gds.bench.loaders import PEERS
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,23 +80,7 @@ def store_command(
     from monai_gds.bench.tensor import STORES, store
 
     settings = _settings([*STORES], method, loop, validate, block_size, queue_depth, tuned)
-    with tidy_ending():
-        _run(lambda target: store(nvme_folder, mb_size << 20, target, settings), device, as_json)
-
-
-@contextmanager
-def tidy_ending() -> Iterator[None]:
-    """SIGTERM (from ``timeout`` or a scheduler) and SIGHUP end the work as Ctrl-C does, so that the file is removed."""
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    _run(lambda target: store(nvme_folder, mb_size << 20, target, settings), device, as_json)
 
 
 def _settings(

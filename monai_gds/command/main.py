@@ -109,7 +109,6 @@ def demo(
     """Make volumes, run epochs over them with GDSDataset and MONAI's datasets, and compare times and volumes.
 
     The datasets take turns, epoch by epoch, under the same random numbers.
-    Those that are not told apart share one row of a table.
     """
     from monai_gds.bench import demo as job
     from monai_gds.bench.made_up import find_pairs, write_volumes

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,17 +89,6 @@ def write_list(path: Path, failed: Sequence[FailedItem]) -> None:
 Place = tuple[PersistentDataset, int]
 
 
-class HasPlaces(Protocol):
-    """A batch that is to be made."""
-
-    @property
-    def places(self) -> Sequence[Place]:
-        """The items."""
-
-
-B = TypeVar("B", bound=HasPlaces)
-
-
 class Skipping:
     """What takes the places of an epoch's broken items: others of the same epoch and rank.
 
@@ -124,8 +113,8 @@ class Skipping:
         """The broken items of the epoch, in the order in which they came."""
         return tuple(self._broken.values())
 
-    def over(self, batches: Iterable[B]) -> Iterator[B]:
-        """The batches of an epoch, which begins."""
+    def over(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of an epoch, which begins; their ``places`` are a sequence of :data:`Place`."""
         self._broken, self._pool, self._drawn, self._left, self._come = {}, {}, [], iter(batches), 0
         while True:
             batch = self._drawn.pop(0) if self._drawn else self._next()

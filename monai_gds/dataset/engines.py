@@ -21,7 +21,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -37,16 +36,12 @@ from monai_gds.base.workers import Workers
 from monai_gds.dataset.making import Saved
 from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
-from monai_gds.pipeline.randomness import shared, states_kept
 from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.owner import this_process
 from monai_gds.shared.temporary import JOB, create, opened
 
 #: Items that each worker is given ahead. More would only be lost when a worker is killed.
 AHEAD = 2
-
-#: How long it takes to start two workers and to end them, in seconds. Measured: 0.11 to 0.25, on two busy cores.
-_START_SECONDS = 0.15
 
 #: How many workers an executor is assumed to have until more have answered: executors do not report it.
 _AT_LEAST = 4
@@ -94,45 +89,6 @@ class InWorkers:
         if self._workers is not None:
             self._workers.close()
         self._workers = None
-
-
-class FirstHere:
-    """Computes items of small files in this process until that has taken as long as it takes to start workers.
-
-    Then, or from the first large file on, workers compute them. They do all of those that name no files, of which
-    nothing is known, and what may initialise CUDA here. How many items are computed here depends on the machine's
-    speed, so the process's random states stay as they are.
-    """
-
-    def __init__(self, session: Session, num_workers: int) -> None:
-        self._session, self._here, self._workers = session, Here(session), InWorkers(session, num_workers)
-        self._left = 0.0 if "cuda" in session.keys().hashed.devices else _START_SECONDS
-        self.window = self._workers.window
-
-    @property
-    def kind(self) -> str:
-        return (self._here if self._left > 0 else self._workers).kind
-
-    def submit(self, index: int, anyway: bool) -> Future[Answer]:
-        if self._left > 0 and not self._is_small(index):
-            self._left = 0.0
-        if self._left <= 0:
-            return self._workers.submit(index, anyway)
-        began = time.monotonic()
-        try:
-            with states_kept(shared() if threading.current_thread() is threading.main_thread() else ()):
-                return self._here.submit(index, anyway)
-        finally:
-            self._left -= time.monotonic() - began
-
-    def _is_small(self, index: int) -> bool:
-        with suppress(Exception):  # whoever computes the item raises it
-            (key,) = self._session.keys()([self._session.data[index]])
-            return 0 < sum(source.size for source in key.sources.values()) <= limits.FIRST_HERE_BYTES
-        return False
-
-    def close(self) -> None:
-        self._workers.close()
 
 
 def default_workers(items: int) -> int:
@@ -192,7 +148,7 @@ class OverExecutor:
                     os.unlink(name, dir_fd=folder)
 
 
-Engine = Here | InWorkers | FirstHere | OverExecutor
+Engine = Here | InWorkers | OverExecutor
 
 
 # ---------------------------------------------------------------------------------------------------------------------

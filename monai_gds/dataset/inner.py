@@ -58,7 +58,7 @@ class OfDataset(Compose):  # type: ignore[misc]  # MONAI is untyped
 
 
 class Picked(Sequence[Any]):
-    """Some of the items of a sequence, none of which is read before it is asked for."""
+    """Some of the items of a sequence, at these indices, none of which is read before it is asked for."""
 
     def __init__(self, data: Sequence[Any], indices: Sequence[int]) -> None:
         self._data, self._indices = data, indices
@@ -67,6 +67,8 @@ class Picked(Sequence[Any]):
         return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._data[one] for one in self._indices[index]]
         return self._data[self._indices[index]]
 
 

@@ -61,12 +61,8 @@ class ItemKeys:
     def __init__(
         self, split: Split, dataset: Any, settings: Settings, further: Sequence[Any], sent: tuple[str, str] | None
     ) -> None:
-        options, root, folders, hash_transform = (
-            settings.options,
-            settings.form.root,
-            settings.folders,
-            dataset.hash_transform,
-        )
+        options, folders, hash_transform = settings.options, settings.folders, dataset.hash_transform
+        self._root = root = settings.form.root
         sources = Sources(options.sources, str(folders[0]) if folders else None)
         self._transforms = [*split.deterministic, *further]
         hashed = _hashed(self._transforms, hash_transform, root)
@@ -79,10 +75,8 @@ class ItemKeys:
         self.transform_hash = _transform_hash(split, of_compose, hash_transform, hashed)
         self.hashed = hashed
         self._names = frozenset[str]().union(*(reads_of(function.__code__).names for function in hashed.functions))
-        named = files_named(hashed.strings) if hash_transform is not None else []
-        self._files = tuple(named)
-        self._are_absolute = all(map(os.path.isabs, named))
-        self._root = root
+        self._files = tuple(files_named(hashed.strings)) if hash_transform is not None else ()
+        self._are_absolute = all(map(os.path.isabs, self._files))
         self._monai_version = options.monai_version
         # With the settings of the process, not the transforms: they count even if transforms do not.
         # A dataset that freezes what is drawn shares no records with one that does not.

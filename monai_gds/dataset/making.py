@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -219,16 +219,8 @@ class RecordMaker(NamedTuple):
     ) -> Any:
         """The item of a key that has no record, for a loop that goes on with it.
 
-        Waits a while if another process computes it. Otherwise it is computed and saved, unless that fails, of which
-        the user is warned.
-
-        Args:
-            key: the item's key.
-            item: the item as the data hold it.
-            index: its index; for messages.
-            of: how many items the dataset has.
-            unsupported: what happens to an item that a record cannot hold.
-            behind: whether the record may be written in the background.
+        Waits a while if another process computes it. Otherwise it is computed and saved, perhaps ``behind``, in the
+        background, unless that fails, of which the user is warned. ``of`` is how many items the dataset has.
         """
         cache = self.cache
         stages.enter("waiting for other processes")
@@ -330,7 +322,18 @@ def look(cache: CacheDirectory, key: Key, item: Any) -> Any:
 # whole process never are where threads of the user's run: a helper process computes there.
 
 
-def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> AbstractContextManager[None]:
+def is_the_users(differ: dict[str, tuple[str, str]], asked_by: str | None) -> bool:
+    """Whether settings of the whole process differ, which may be the user's. See :func:`computing`."""
+    if not of_process(differ):
+        return False
+    if asked_by is not None:
+        return asked_by == this_process()
+    # A worker of torch's loader works for another process; those of MONAI's may be threads of this one.
+    return torch.utils.data.get_worker_info() is None or not multiprocessing.current_process().daemon
+
+
+@contextmanager
+def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> Iterator[None]:
     """Where an item is computed, under the settings that held.
 
     Args:
@@ -340,17 +343,11 @@ def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> Abstr
     Raises:
         RuntimeError: those of the whole process differ, and it may be the user's.
     """
-    if of_process(differ) and not _works_for_another(asked_by):
+    if is_the_users(differ, asked_by):
         raise RuntimeError(in_words(differ, "it cannot be computed in this process"))
-    return _held(differ)
-
-
-@contextmanager
-def _held(differ: dict[str, tuple[str, str]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # the consumer's, which is for random transforms
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(apply(tuple((name, held) for name, (held, _) in differ.items()), only=True))
+    # The consumer's inference mode is for random transforms.
+    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with inference, apply(tuple((name, held) for name, (held, _) in differ.items()), only=True):
         yield
 
 
@@ -361,10 +358,3 @@ def in_words(differ: dict[str, tuple[str, str]], why: str) -> str:
         f"an item has to be computed under the settings that held when the dataset was made, and {why}: "
         f"{', '.join(named)}. Change settings before the dataset is made, or call dataset.populate() before the change"
     )
-
-
-def _works_for_another(asked_by: str | None) -> bool:
-    if asked_by is not None:
-        return asked_by != this_process()
-    # a worker of torch's loader; those of MONAI's may be threads of this process
-    return torch.utils.data.get_worker_info() is not None and multiprocessing.current_process().daemon

@@ -11,23 +11,14 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
-from functools import partial
+from typing import Any
 
 from monai.data import PersistentDataset
 from torch.utils.data import Subset
 
 from monai_gds.base.units import shown
 from monai_gds.dataset.broken import list_of, write_list
-from monai_gds.dataset.engines import (
-    AHEAD,
-    Answer,
-    Engine,
-    FirstHere,
-    Here,
-    InWorkers,
-    OverExecutor,
-    default_workers,
-)
+from monai_gds.dataset.engines import AHEAD, Answer, Engine, Here, InWorkers, OverExecutor, default_workers
 from monai_gds.dataset.inner import is_dataset
 from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
@@ -107,8 +98,7 @@ def populate(
 
     Args:
         num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
-            they can be forked; an item that fails in them is tried once more in this process. Items of small files
-            are computed in this process first, for as long as it takes to start workers.
+            they can be forked; an item that fails in them is tried once more in this process.
         progress: shows a bar on rank 0, where there is a terminal or a notebook.
         rank: the rank of this process; default: torch.distributed's if it is initialised, else 0.
         world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
@@ -178,15 +168,12 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
             engine: Engine = _here(session)
             if executor is not None:
                 engine = OverExecutor(session, executor)
-            elif num_workers:
-                engine = InWorkers(session, num_workers)
-            elif num_workers is None and (workers := default_workers(len(share))):
-                # Not in this process where that has other settings.
-                engine = (FirstHere if isinstance(engine, Here) else InWorkers)(session, workers)
+            elif workers := default_workers(len(share)) if num_workers is None else num_workers:
+                engine = InWorkers(session, workers)
             tally = _Tally()
             with closing(engine):
                 _Filling(session, engine, bar, tally).run(share)
-            if tally.failures and num_workers is None and isinstance(engine, InWorkers | FirstHere):
+            if tally.failures and num_workers is None and isinstance(engine, InWorkers):
                 again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
                 tally.failures = []
                 with closing(_here(session)) as here:
@@ -373,30 +360,26 @@ def _name_some(failed: Sequence[FailedItem], count: int) -> str:
 
 @contextmanager
 def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
-    """A progress bar, if there is a terminal or a notebook to show it. Yields the function that updates it."""
+    """A progress bar, if there is a terminal or a notebook to show it; else lines of the log, now and then.
+
+    Yields the function that updates it.
+    """
     from monai_gds.base.console import progress
 
-    display = progress()
+    display, logged = progress(), time.monotonic()
     display.disable = display.disable or not wanted
-    lines = _Lines()
+    task = display.add_task("filling the cache", total=None)
+
+    def update(**changes: Any) -> None:
+        nonlocal logged
+        display.update(task, **changes)
+        if display.disable and time.monotonic() >= logged + _LOG_SECONDS:
+            logged = time.monotonic()
+            (now,) = display.tasks
+            _log.info("%s: %d of %d items", now.description, now.completed, now.total)
+
     with display:
-        bar = partial(display.update, display.add_task(lines.description, total=None))
-        yield lines.update if display.disable else bar
-
-
-class _Lines:
-    """Logs how far the filling is, now and then, where no bar shows it."""
-
-    def __init__(self) -> None:
-        self.description = "filling the cache"
-        self._done, self._total, self._logged = 0, 0, time.monotonic()
-
-    def update(self, advance: int = 0, total: int | None = None, description: str | None = None) -> None:
-        self._done, self._total = self._done + advance, total or self._total
-        self.description = description or self.description
-        if time.monotonic() >= self._logged + _LOG_SECONDS:
-            self._logged = time.monotonic()
-            _log.info("%s: %d of %d items", self.description, self._done, self._total)
+        yield update
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, computing, in_words, look
+from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, computing, in_words, is_the_users, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
@@ -283,23 +283,15 @@ class Session(NamedTuple):
         """An item without a record, up to its random transforms; it is computed and saved, perhaps ``behind``."""
         options = self.settings.options
         behind = behind and not options.durable
-        maker = RecordMaker(self.items(), self.keys(), cache)
-        try:
-            under = computing(self.keys().differences(), self.settings.asked_by)
-        except RuntimeError:  # the process is the user's
+        differ, asked_by = self.keys().differences(), self.settings.asked_by
+        if is_the_users(differ, asked_by):
             return _helped(self, cache, key, item, index)
-        of = len(self.dataset.data)
-        with under, states_kept(shared() if self.runtime.alone else ()):
+        maker, of = RecordMaker(self.items(), self.keys(), cache), len(self.dataset.data)
+        with computing(differ, asked_by), states_kept(shared() if self.runtime.alone else ()):
             return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:
-        """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
-
-        Raises:
-            NotSaved: the record cannot be written.
-            FileChanged: a file that the item names changed while it was computed.
-            Exception: whatever the transforms raise.
-        """
+        """Makes the record of an item, see :meth:`RecordMaker.save`, which raises."""
         settings, cache = self.settings, self.cache()
         assert cache is not None, "the caller has checked that items are cached"
         with computing(self.keys().differences(), settings.asked_by):

@@ -38,12 +38,7 @@ def describe(session: Session) -> str:
         ("each epoch", _names(split.rest) or "nothing"),
         ("split", _split(split.deterministic, split.rest)),
     ]
-    if drawn := drawn_first(session):
-        rows.append(("crops", drawn))
-    if eager := _on_values(session):
-        rows.append(("on values", eager))
-    if shared := session.runtime.global_draws.in_words():
-        rows.append(("draws", shared))
+    rows += _random(session)
     if session.caches:
         rows.append(("records", _records(session)))
         rows.append(("pipeline", _pipeline(session)))
@@ -114,9 +109,11 @@ def drawn_first(session: Session) -> str:
     return f"{_names(drawn_ahead(split))} drawn before anything is read"
 
 
-def _on_values(session: Session) -> str:
-    """The random transforms that could not run without values, as far as items showed it, and why."""
-    return "; ".join(f"{name}: {why}" for name, why in session.runtime.on_values.items())
+def _random(session: Session) -> list[tuple[str, str]]:
+    """What is to be said of random transforms: those that could not run without values are known from items so far."""
+    eager = "; ".join(f"{name}: {why}" for name, why in session.runtime.on_values.items())
+    rows = ("crops", drawn_first(session)), ("on values", eager), ("draws", session.runtime.global_draws.in_words())
+    return [row for row in rows if row[1]]
 
 
 def _arrays_read_whole(session: Session, index: int) -> list[str]:
@@ -175,12 +172,7 @@ def _hit(session: Session, index: int, key: Key) -> list[str]:
     found = maintenance.look(path)
     packed = f" {found.packed}" if found is not None and found.packed else ""
     lines = [f"item {index} is a hit: {path}{packed}"]
-    if drawn := drawn_first(session):
-        lines.append(f"  crops: {drawn}")
-    if eager := _on_values(session):
-        lines.append(f"  on values: {eager}")
-    if shared := session.runtime.global_draws.in_words():
-        lines.append(f"  draws: {shared}")
+    lines += [f"  {name}: {text}" for name, text in _random(session)]
     for name in _arrays_read_whole(session, index):
         lines.append(
             f"  {name!r} is an array, so it is read whole for every crop: end the cached part with EnsureTyped"

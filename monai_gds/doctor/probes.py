@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from timeit import repeat, timeit
 from typing import Any
 
 _TRIAL_BYTES = (1 << 20) + 4096
@@ -198,11 +197,10 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
 
     answer: dict[str, Any] = {"bytes": nbytes, "backend": name}
     try:
-        answer["write"] = nbytes / 1e9 / _seconds(lambda: storage.write(str(path), [data], durable=True))
+        answer["write"] = nbytes / 1e9 / timeit(lambda: storage.write(str(path), [data], durable=True), number=1)
         for key, read in (("cold", cold), ("warm", warm)):
             try:
-                read()  # once without counting
-                seconds = statistics.median([_seconds(read) for _ in range(3)])
+                seconds = statistics.median(repeat(read, number=1, repeat=4)[1:])
                 answer[key], answer[f"{key}_problem"] = nbytes / 1e9 / seconds, ""
             except OSError as e:  # some file systems refuse O_DIRECT
                 answer[key], answer[f"{key}_problem"] = None, str(e)
@@ -210,9 +208,3 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
         storage.close()
         direct.close()
     return answer
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

@@ -21,7 +21,6 @@ from monai_gds.base.checksum import checksums
 from monai_gds.base.process import PerProcess
 from monai_gds.errors import BrokenImage
 from monai_gds.imagenet.files.image_storage import Fetch, ImageStorage
-from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.files.packed import PackedImages, damaged
 from monai_gds.storage import FileId, Pending, Reads
@@ -82,20 +81,7 @@ class FileReader:
         return self._storage.start_files([self.images.path(i) for i in indices.tolist()], sizes)
 
     def _finish(self, indices: np.ndarray, fetch: Fetch) -> Batch:
-        images = self._cut(indices, fetch.wait())
-        return Batch(indices, images, self.images.labels[indices], fetch.release)
-
-    def _cut(self, indices: np.ndarray, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Cuts images that were read in whole blocks to the size that their bytes show, and notes the size."""
-        rounded = self.images.rounded
-        if rounded is None:
-            return images
-        for index, image in zip(indices.tolist(), images, strict=True):
-            if rounded[index]:
-                self.images.sizes[index] = jpeg_nbytes(image.cpu().numpy()) or image.numel()
-                rounded[index] = False
-        sizes = self.images.sizes[indices].tolist()
-        return [image[:nbytes] for image, nbytes in zip(images, sizes, strict=True)]
+        return Batch(indices, fetch.wait(), self.images.labels[indices], fetch.release)
 
     def close(self) -> None:
         """Frees threads and memory."""

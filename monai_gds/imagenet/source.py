@@ -98,9 +98,7 @@ def open_reader(
     """Opens one of :data:`READERS`.
 
     Args:
-        name: the reader's name.
-        images: what to read.
-        device: where encoded images go.
+        name, images, device: the reader, what it reads, and where encoded images go.
         pinned: host buffers are pinned, for a decoder on a GPU.
         window: a packed folder is read in whole files, and so many of them ahead. None: each batch by itself.
         options: keyword arguments of the storage backend.

@@ -80,11 +80,13 @@ class Programs:
         """Makes up to ``most`` items of the next epoch, as far as they are drawn, while the training is busy with the
         last batches of this one. Its first steps would wait for them, and compete with this thread for Python's lock.
 
-        Not in an epoch that is measured, which would have them in its figures.
+        Not in an epoch that is measured, which would have them in its figures, nor where the order of this one was not
+        foreseen.
         """
         made = []
+        wanted = self._watch is None and self._crew.foresees
         with suppress(Exception):  # it comes again with that epoch
-            for item, running in [] if self._watch is not None else self._next[:most]:
+            for item, running in self._next[:most] if wanted else []:
                 if not running.has_program:
                     break
                 made.append((running, self.begin(*item, running)))
@@ -229,8 +231,8 @@ class ReadAhead:
                 raise self._error
             self._complete = True
             if self._programs is not None:
-                # Half of what may be in flight: a validation may come first, and need memory.
-                fit = self._most_bytes // 2 // self._last if self._last else 0
+                # A quarter of what may be in flight: a validation may come first, and need memory.
+                fit = self._most_bytes // 4 // self._last if self._last else 0
                 with self._around.applied():
                     self._programs.make_next(min(self._most_records, fit))
             return NO_BATCH

@@ -136,6 +136,7 @@ class Crew:
         self._ahead: dict[tuple[int, int, Seed], Running] = {}  # items of the next epoch, as far as it is foreseen
         self._guesses = 0  # how often it was
         self._wrong: Arena | None = None  # the number of the last guess that was wrong
+        self.foresees = True  # whether the last guess was right
         #: Where answers of this epoch are told, and that its loop was left. Another epoch has another one.
         self.news: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._answers: Answers | None = None
@@ -182,7 +183,9 @@ class Crew:
         running = self._ahead.pop((task.part, task.number, task.seed), None)
         if running is None:
             self._give_up_guess()
-        return running or self.submit(task)
+            return self.submit(task)
+        self.foresees = True
+        return running
 
     def go_on(self, tasks: Sequence[ItemTask]) -> list[Running]:
         """Has items drawn that the next epoch will order, if it is the one that is foreseen."""
@@ -241,7 +244,7 @@ class Crew:
     def _give_up_guess(self) -> None:
         """Has workers leave out what was foreseen and they have not begun. They have it in their queue already."""
         if self._ahead:
-            self._ahead = {}
+            self._ahead, self.foresees = {}, False
             if self._wrong is not None:
                 self._wrong.memory[:] = list(self._guesses.to_bytes(8, "little"))
 

@@ -49,6 +49,7 @@ from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Crew, Order
 from monai_gds.loader.epoch import Epoch, Loops, end_all, gds_datasets
 from monai_gds.loader.hand_over import cuda_tensors
+from monai_gds.loader.next_epoch import Foresight
 from monai_gds.loader.resume import Later, Place, begin_or_go_on, own
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.worker import Work
@@ -179,6 +180,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.skipping: Skipping | None = None
         #: Processes of the last epoch, for the next.
         self.idle: list[Crew] = []
+        #: Foresees the order of the next epoch.
+        self.foresight = Foresight()
         self._trusts: weakref.WeakKeyDictionary[Split, Trust] = weakref.WeakKeyDictionary()  # by pipeline
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last
@@ -230,7 +233,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
         kept = {name: value for name, value in self.__dict__.items() if name != "_trusts"}
-        return {**kept, "idle": [], "_place": None, "_epoch": None, "skipping": None}
+        return {**kept, "idle": [], "foresight": Foresight(), "_place": None, "_epoch": None, "skipping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _trusts=weakref.WeakKeyDictionary())

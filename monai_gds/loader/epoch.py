@@ -29,7 +29,6 @@ from monai_gds.loader.ahead import Programs, ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew import Drawn, numbered, with_seed
 from monai_gds.loader.hand_over import NO_BATCH, HandOver
-from monai_gds.loader.next_epoch import foreseen
 from monai_gds.loader.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.resume import Made, Place, begin_or_go_on, division
 from monai_gds.loader.worker import Work
@@ -203,6 +202,7 @@ def _stages(
         reading = ReadAhead(batches, *in_flight, None, skipping, around)
         return reading, partial(_with_memory, reading, assemble), place, None
     parts = gds_datasets(loader.dataset)
+    loader.foresight.began()
     # By place: workers seed what they draw from, and this process draws from copies.
     place, batches = begin_or_go_on(loader, begin, state)
     if loader.records(device):
@@ -233,7 +233,7 @@ def _drawn(loader: Loader) -> Iterator[list[tuple[GDSDataset, int]]]:
 
 def _foreseen(loader: Loader) -> Iterator[Drawn]:
     """The batches of the next epoch, as far as that can be told."""
-    found, dataset = foreseen(loader), loader.dataset
+    found, dataset = loader.foresight.next_epoch(loader), loader.dataset
     if found is not None:
         seed, batches = found
         yield from numbered(

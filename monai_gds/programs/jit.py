@@ -105,12 +105,12 @@ def _connected(steps: Sequence[Step], owners: Sequence[int] | None = None) -> li
 
     met: dict[int, int] = {}
     for i, step in enumerate(steps):
-        for _, _, number in step.tensors:
-            if owners is None:
-                met.setdefault(number, i)
+        outs = [out for out in step.outs if out is not None]
+        used = [number for _, _, number in step.tensors]
+        for number in used if owners is not None else used + outs:
             if number in met and (owners is None or owners[met[number]] == owners[i]):
                 group[first(i)] = first(met[number])
-        met.update((out, i) for out in step.outs if out is not None)
+        met.update(dict.fromkeys(outs if owners is not None else used + outs, i))
     return [first(i) for i in range(len(steps))]
 
 

@@ -138,7 +138,8 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What a ghost's bool is guessed to be, which the replay compares."""
         place = self.transform, sum(guard.place[0] == self.transform for guard in self.guards)
         guess = self._guesses.get(place, False)
-        now = self._record(_aten.clone.default, (tensor,), {}, [tensor], [tensor])  # it may be written to later
+        with torch._C._DisableTorchDispatch():  # or it would be recorded twice
+            now = self._record(_aten.clone.default, (tensor,), {}, [tensor], [tensor])  # it may be written to later
         self.guards.append(Guard(self.number_of(now), place, guess))
         return guess
 

@@ -59,10 +59,6 @@ def naming_group(error: Exception, path: str) -> Exception:
     return naming_file(error, path) if isinstance(error, OSError) else error.with_traceback(None)
 
 
-def _no_op(*_: object) -> None:
-    """Replaces the callbacks of finished work."""
-
-
 class Work(Generic[T]):
     """A queue of groups of reads or writes, which any number of threads work on.
 
@@ -77,9 +73,6 @@ class Work(Generic[T]):
         self._do, self._on_done = do, on_done
         self._lock = threading.Lock()
         self.unfinished = len(self._groups)  # neither processed nor dropped yet
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     def run(self) -> None:
         """Processes one group after another until none is left."""
@@ -113,7 +106,7 @@ class Work(Generic[T]):
             last = not self.unfinished
         if last:
             on_done = self._on_done
-            self._do = self._on_done = _no_op  # an executor may keep this object: it must not keep destinations
+            del self._do, self._on_done  # an executor may keep this object: it must not keep destinations
             on_done()
 
 
@@ -133,11 +126,7 @@ class OpenFiles:
         return file in self._handles
 
     def handle(self, file: int) -> Any:
-        """What ``open_`` returned for a file. The first caller opens it.
-
-        Raises:
-            OSError: it could not be opened, or is not the expected one.
-        """
+        """What ``open_`` returned for a file, or raised. The first caller opens it."""
         with self._opening.setdefault(file, threading.Lock()):
             if file not in self._handles:
                 self._handles[file] = self._open(self._reads.paths[file], self._reads.expected[file])
@@ -152,16 +141,11 @@ class OpenFiles:
             handle = self._handles.pop(file)
         self._close(handle)
 
-    def cut(self, file: int, more: int) -> None:
-        """Counts the pieces that a piece of a file was cut into, besides itself."""
-        with self._lock:
-            self._pieces[file] += more
-
-    def not_opened(self, files: Iterable[int]) -> None:
-        """Counts one piece of each file as done without its handle."""
+    def recount(self, files: Iterable[int], by: int) -> None:
+        """Counts pieces of files that were cut into more, or are done without a handle (-1), once for each mention."""
         with self._lock:
             for file in files:
-                self._pieces[file] -= 1
+                self._pieces[file] += by
 
     def close(self, fail: Callable[[int, Exception], None]) -> None:
         """Closes files that are still open: after an interrupt, or because their last piece needed no handle."""
@@ -226,7 +210,7 @@ class BlockingBackend(Backend):
         self._count_served(reads, into)
         pending = Pending(list(into), self.device, len(reads.paths))
         work = self._work(reads, into, pending)
-        if not len(work):
+        if not work.unfinished:
             pending.finish()
         elif self.device.type == "cpu" and reads.total <= limits.INLINE_BYTES and not self.is_slow:
             work.run()
@@ -239,7 +223,10 @@ class BlockingBackend(Backend):
         size = plan.share(reads.total, self._idle_threads(), limits.MIN_PIECE_BYTES, self._largest_piece(reads))
         pieces = plan.cut(reads, size)
         if self.latency.is_unknown and len(reads.paths) > self.group_reads:
-            self._try_one(reads)
+            begin = time.perf_counter()
+            with suppress(Exception):  # which come again when the file is read
+                self._close(self._open(reads.paths[0], reads.expected[0]))
+                self.latency.note(time.perf_counter() - begin)
         # The parts for host and device open their files separately: otherwise all would stay open until the second.
         parts = [
             (part, OpenFiles(part, part.per_file(), self._open, self._close)) for part in plan.by_side(pieces, into)
@@ -281,13 +268,6 @@ class BlockingBackend(Backend):
     @property
     def is_slow(self) -> bool:
         return self.latency.is_long
-
-    def _try_one(self, reads: Reads) -> None:
-        """Times the opening of a file, before many are shared out among threads for the first time."""
-        begin = time.perf_counter()
-        with suppress(Exception):  # which come again when the file is read
-            self._close(self._open(reads.paths[0], reads.expected[0]))
-            self.latency.note(time.perf_counter() - begin)
 
     def _reads_per_group(self, pieces: Reads) -> int:
         """Most pieces that one thread reads one after another: where each takes long, a share for every thread."""
@@ -362,7 +342,7 @@ class BlockingBackend(Backend):
                 if (executor := self._executors.get((threads, near))) is None:
                     executor = ThreadPoolExecutor(threads, f"monai-gds-{self.name}", cores.stay_on, (near,))
                     self._executors[threads, near] = executor
-            for _ in range(min(threads, len(work))):
+            for _ in range(min(threads, work.unfinished)):
                 executor.submit(work.run)
         except RuntimeError:  # the process may start no more threads, is ending, or another thread closed this storage
             work.run()

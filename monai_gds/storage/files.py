@@ -105,16 +105,9 @@ def naming(path: str) -> Iterator[None]:
 
 
 def open_file(path: str, expected: Expected = None, *, regular: bool = False) -> int:
-    """Opens a file for reading.
+    """Opens a file for reading. Raises OSError, and FileChanged if it is not the expected one.
 
-    Args:
-        path: the file.
-        expected: what it must be.
-        regular: refuses what is not a regular file: some libraries would wait for ever to open a FIFO.
-
-    Raises:
-        FileChanged: it is not the expected one.
-        OSError: it cannot be opened.
+    ``regular`` refuses what is not a regular file: some libraries would wait for ever to open a FIFO.
     """
     fd = open_fd(path, _FLAGS)
     try:

@@ -21,14 +21,10 @@ _GROUPS = 16
 
 
 class Latency:
-    """How long the last small reads took, each with the opening of its file. Thread-safe.
-
-    Attributes:
-        is_long: whether threads mostly wait. A median decides, so that a single read that was held up changes nothing.
-    """
+    """How long the last small reads took, each with the opening of its file. Thread-safe."""
 
     def __init__(self) -> None:
-        self.is_long = False
+        self.is_long = False  # whether threads mostly wait: a median decides, not a single read that was held up
         self._last: tuple[float, ...] = ()  # seconds
         self._groups = count()
 

@@ -64,12 +64,9 @@ def _advise(memory: torch.Tensor, advice: int) -> None:
 
 
 def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
-    """Maps a part of a file, from a multiple of the page size on, and returns its address.
+    """Maps a part of a file, from a multiple of the page size on, and returns its address. Raises OSError.
 
     The mapping is writable and private (copy-on-write), or ``shared`` and read-only.
-
-    Raises:
-        OSError: the kernel has no more mappings, or the file system has none.
     """
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
     if shared:
@@ -156,10 +153,9 @@ class _Pool:
         self._max_bytes, self._exact = max_bytes, exact
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised memory, that of an earlier tensor of this pool if possible.
+        """An uninitialised 1-D uint8 CPU tensor on huge pages, in the memory of an earlier one if possible.
 
-        Returns:
-            A 1-D uint8 CPU tensor on huge pages. Its memory returns to the pool when nothing shares it any more.
+        Its memory returns to the pool when nothing shares it any more.
         """
         size = most = nbytes + -nbytes % HUGE
         if not self._exact and nbytes <= self._max_bytes:  # a larger one is not kept

@@ -58,7 +58,7 @@ class Pending:
         self._files = files
         self._errors: dict[int, Exception] = {}
         self._done = False
-        self._ended: Changes | None = Changes()
+        self._ended = Changes()
         self._followers: list[Callable[[], None]] = []
         self._arrived: torch.cuda.Event | None = None
         self._on_hand_off: Callable[[], None] | None = None
@@ -67,10 +67,10 @@ class Pending:
     @classmethod
     def completed(cls, tensors: list[torch.Tensor], device: torch.device, error: Exception | None = None) -> Pending:
         """A Pending of one file that is over already: host tensors, or the error. Every hit on a CPU makes one."""
-        pending = cls.__new__(cls)
-        pending._tensors, pending._device, pending._files = tensors, device, 1
-        pending._errors = {} if error is None else {0: error}
-        pending._done, pending._ended, pending._arrived = True, None, None
+        pending = cls(tensors, device)
+        pending._done = True
+        if error is not None:
+            pending._errors[0] = error
         return pending
 
     # For the caller.
@@ -127,14 +127,11 @@ class Pending:
 
         def run() -> torch.cuda.Event | None:
             after._errors.update(self._errors)  # first: a step that fails over unread bytes must not hide the cause
-            if aside and self._device.type == "cuda":
-                with staging.on_side_stream(self._tensors, self._device, self._arrived):
-                    after._tensors = step(self._tensors, self._errors)
-                    event: torch.cuda.Event = staging.current_stream(self._device).record_event()
-                    return event
-            with staging.on_copy_stream(self._device):
+            device, beside = self._device, aside and self._device.type == "cuda"
+            side = staging.on_side_stream(self._tensors, device, self._arrived) if beside else None
+            with side or staging.on_copy_stream(device):
                 after._tensors = step(self._tensors, self._errors)
-            return None
+                return staging.current_stream(device).record_event() if beside else None
 
         self._follow(functools.partial(after._finish_by, run))
         return after
@@ -167,12 +164,10 @@ class Pending:
 
     def _follow(self, run: Callable[[], None]) -> None:
         """Calls ``run`` after all reads: in the thread that finishes them, or here if they are over already."""
-        ended = self._ended
-        if ended is not None:
-            with ended.lock:
-                if not self._done:
-                    self._followers.append(run)
-                    return
+        with self._ended.lock:
+            if not self._done:
+                self._followers.append(run)
+                return
         run()
 
     def trimmed(self, sizes: list[int]) -> Pending:
@@ -215,12 +210,10 @@ class Pending:
                 self._arrived = staging.copy_stream(self._device).record_event()
             except Exception as e:
                 self.fail_all(e)
-        ended = self._ended
-        assert ended is not None, "a Pending made by completed() is over already"
-        with ended.lock:
+        with self._ended.lock:
             self._done = True
             followers, self._followers = self._followers, []
-            ended.notify_all()
+            self._ended.notify_all()
         with ExitStack() as stack:  # all of them, also after a Ctrl-C in one
             for follower in reversed(followers):
                 stack.callback(follower)
@@ -249,10 +242,9 @@ class Pending:
     # Waiting.
 
     def _wait(self) -> None:
-        ended = self._ended
-        if not self._done and ended is not None:  # read without the lock: it only ever becomes true
-            with ended.lock:
-                ended.wait_for(lambda: self._done)
+        if not self._done:  # read without the lock: it only ever becomes true
+            with self._ended.lock:
+                self._ended.wait_for(lambda: self._done)
         if self._arrived is not None:
             self._order()
 

@@ -38,11 +38,9 @@ def by_side(reads: Reads, into: Sequence[torch.Tensor]) -> list[Reads]:
 
 
 def coalesce(reads: Reads, most_gap: int) -> Reads:
-    """Merges reads that are neighbours both in their file and in their destination.
+    """Merges reads, which come file by file and with their room, that are neighbours in file and destination.
 
-    Args:
-        reads: file by file, with their room.
-        most_gap: most bytes between two reads that are read along with them, into the room between their destinations.
+    Up to ``most_gap`` bytes between two are read along with them, into the room between their destinations.
     """
     if len(reads) < 2:
         return reads
@@ -91,13 +89,10 @@ def cut(reads: Reads, most: int, *, even: bool = False) -> Reads:
 
 
 def group(reads: Reads, most_bytes: int, most_reads: int, alone: int) -> list[slice]:
-    """Groups neighbours into runs, each for one thread or one staging slot.
+    """Groups neighbouring pieces into runs, each for one thread or one staging slot.
 
-    Args:
-        reads: pieces, each of at most a slot's bytes.
-        most_bytes: most bytes of a group, as :func:`stage` lays it out. A single piece may have more.
-        most_reads: most reads of a group.
-        alone: each piece of this many bytes or more is a separate group.
+    A group has at most ``most_reads`` and, as :func:`stage` lays it out, ``most_bytes``. A single piece may have more,
+    and one of at least ``alone`` bytes is a separate group.
     """
     if len(reads) < 2 or reads.nbytes.min() >= alone:
         return [slice(i, i + 1) for i in range(len(reads))]

@@ -159,18 +159,13 @@ class QueueBackend(Backend):
 
 
 class _Group:
-    """Neighbouring reads that are issued together, into one staging slot or straight into their destinations.
-
-    Attributes:
-        copies: from the slot to the destinations.
-        unfinished: commands that are not complete.
-    """
+    """Neighbouring reads that are issued together, into one staging slot or straight into their destinations."""
 
     __slots__ = ("_reads", "_rows", "_which", "copies", "job", "opened", "slot", "unfinished")
 
     def __init__(self, job: _Job, reads: Reads, rows: Sequence[Row], which: slice, opened: OpenFiles) -> None:
         self.job, self._reads, self._rows, self._which, self.opened = job, reads, rows[which], which, opened
-        self.copies: plan.Copies = []
+        self.copies: plan.Copies = []  # from the slot to the destinations
         self.unfinished = len(self._rows)
         self.slot: staging.StagingSlot | None = None
 
@@ -198,23 +193,16 @@ class _Group:
 
 
 class _Job:
-    """One submission.
-
-    Attributes:
-        groups: groups that have not been started.
-        todo: commands of the current group that have not been issued.
-        unfinished: groups that are not complete.
-        earlier: event that the device waits for before it writes to GPU memory by itself.
-    """
+    """One submission. The device waits for the event ``earlier`` before it writes to GPU memory by itself."""
 
     def __init__(
         self, paths: Sequence[str], into: Sequence[torch.Tensor], pending: Pending, earlier: torch.cuda.Event | None
     ) -> None:
         self.paths, self.into, self.pending, self.earlier = paths, into, pending, earlier
-        self.groups: deque[_Group] = deque()
+        self.groups: deque[_Group] = deque()  # that have not been started
         self.opened: list[OpenFiles] = []
-        self.todo: deque[Command] = deque()
-        self.unfinished = 0
+        self.todo: deque[Command] = deque()  # of the current group, not issued yet
+        self.unfinished = 0  # groups
 
 
 class _Slots:
@@ -291,11 +279,7 @@ class _Pump:
         self._executor: ThreadPoolExecutor | None = None
 
     def submit(self, job: _Job) -> None:
-        """Adds a job.
-
-        Raises:
-            RuntimeError: called in the pump's own thread, by a step of :meth:`Pending.then`: it would wait for itself.
-        """
+        """Adds a job. Raises RuntimeError in the pump's own thread, in a step of :meth:`Pending.then`."""
         with self._changed.lock:
             if self._worker == threading.get_ident():
                 raise RuntimeError(

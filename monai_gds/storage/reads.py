@@ -126,16 +126,12 @@ class Reads:
             ValueError: the parts overlap, are out of order, or do not fit.
         """
         count = len(paths)
-        if count:
-            edges = np.concatenate([[0], starts + sizes])
-            if (np.append(starts, total) < edges).any() or (sizes < 0).any() or np.min(offsets) < 0:
-                raise ValueError(f"{count} files overlap, are out of order, or do not fit into {total} bytes")
         zeros = np.zeros(count, np.int64)
         reads = cls(
             paths, expected if expected is not None else [None] * count, _counting(count), zeros + offsets, sizes,
             zeros, starts, np.array([total], np.int64),
         )  # fmt: skip
-        reads._checked = True
+        reads.check()
         return reads
 
     @classmethod
@@ -143,16 +139,6 @@ class Reads:
         """Several reads as one: files and destinations are those of the first, then those of the second, and so on."""
         if len(several) == 1:
             return several[0]
-        first, count = next(iter(several), None), len(several)
-        # Small records of one form, most often: they share their arrays.
-        if first is not None and all(r.offset is first.offset and len(r.paths) == 1 for r in several):
-            row, sizes = len(first), len(first.sizes)
-            nth = np.repeat(np.arange(count), row)
-            return cls(
-                [r.paths[0] for r in several], [r.expected[0] for r in several], nth, np.tile(first.offset, count),
-                np.tile(first.nbytes, count), np.tile(first.dest, count) + nth * sizes, np.tile(first.start, count),
-                np.tile(first.sizes, count),
-            )  # fmt: skip
         files = np.cumsum([0, *(len(r.paths) for r in several)])
         dests = np.cumsum([0, *(len(r.sizes) for r in several)])
         counts = [len(r.file) for r in several]
@@ -251,8 +237,6 @@ class Reads:
         """How many reads there are of each file."""
         if len(self.paths) == 1:
             return [len(self)]
-        if self.file is _counting(len(self.paths)):
-            return [1] * len(self)
         counts: list[int] = np.bincount(self.file, minlength=len(self.paths)).tolist()
         return counts
 

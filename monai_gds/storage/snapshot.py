@@ -52,8 +52,8 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]
         RuntimeError: there is no memory for the copies.
     """
     copies = []
-    events = []
-    for device in {t.device for t in tensors if t.is_cuda}:
+    devices = {t.device for t in tensors if t.is_cuda}
+    for device in devices:
         _stream(device).wait_stream(torch.cuda.current_stream(device))
     for tensor in tensors:
         if not tensor.is_cuda:
@@ -64,9 +64,9 @@ def snapshot(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]
             copy.copy_(tensor, non_blocking=True)
             tensor.record_stream(_stream(tensor.device))
         copies.append(copy)
-    for device in {t.device for t in tensors if t.is_cuda}:
-        events.append(_stream(device).record_event())
-        torch.cuda.current_stream(device).wait_event(events[-1])
+    events = [_stream(device).record_event() for device in devices]
+    for device, event in zip(devices, events, strict=True):
+        torch.cuda.current_stream(device).wait_event(event)
 
     def wait() -> list[torch.Tensor]:
         for event in events:

@@ -137,11 +137,7 @@ def near(device: torch.device, threads: int = 1) -> frozenset[int]:
 
 
 class StagingSlot:
-    """A page-aligned pinned buffer on its way between a file and a device.
-
-    Attributes:
-        buffer: 1-D uint8 pinned CPU tensor of ``limits.SLOT_BYTES``.
-    """
+    """A page-aligned pinned buffer on its way between a file and a device."""
 
     __slots__ = ("buffer", "event")
 
@@ -156,10 +152,7 @@ class StagingSlot:
     def send(self, address: int, nbytes: int, stream: torch.cuda.Stream, offset: int = 0) -> None:
         """Queues the copy of ``nbytes`` from ``offset`` on to device memory, and the event after it.
 
-        For a thread whose current stream is ``stream``.
-
-        Raises:
-            RuntimeError: CUDA refused.
+        For a thread whose current stream is ``stream``. Raises RuntimeError if CUDA refuses.
         """
         copy_to_device(address, self.buffer.data_ptr() + offset, nbytes, stream.cuda_stream)
         self.event.record(stream)
@@ -188,8 +181,7 @@ def copy_to_device(dest: int, source: int, nbytes: int, stream: int) -> None:
 def pin(address: int, nbytes: int) -> None:
     """Registers the memory of a read-only mapping for copies to any device. The mapping must outlive them.
 
-    Raises:
-        RuntimeError: CUDA refused: too much is registered, or this kernel and file system cannot.
+    Raises RuntimeError if CUDA refuses: too much is registered, or this kernel and file system cannot.
     """
     _call_driver("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY, releases_lock=True)
 
@@ -265,13 +257,11 @@ class StagingPool:
 
     def acquire(self) -> StagingSlot:
         """A slot whose last copy has finished. Give it back with :meth:`upload` or :meth:`release`."""
+        if (free := self.try_acquire()) is not None:
+            return free
+        slot = self._free.get()
         try:
-            slot = self._free.get_nowait()
-        except queue.Empty:
-            slot = self._make() or self._free.get()
-        try:
-            if not slot.event.query():  # type: ignore[no-untyped-call]  # unlike synchronize(), this keeps the interpreter's lock
-                slot.event.synchronize()
+            slot.event.synchronize()
         except BaseException:
             self._free.put(slot)
             raise
@@ -283,15 +273,13 @@ class StagingPool:
             slot = self._free.get_nowait()
         except queue.Empty:
             return self._make()
+        done = False
         try:
             done = slot.event.query()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._free.put(slot)
-            raise
-        if done:
-            return slot
-        self._free.put(slot)
-        return None
+        finally:
+            if not done:
+                self._free.put(slot)
+        return slot if done else None
 
     def _make(self) -> StagingSlot | None:
         with self._lock:  # also while the slot is made: whoever then finds the limit reached can rely on it
@@ -303,11 +291,7 @@ class StagingPool:
             return slot
 
     def upload(self, slot: StagingSlot, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Queues the copies of parts of a slot on the copy stream, ``(offset, destination)`` each; frees the slot.
-
-        Raises:
-            ValueError: a destination is not contiguous, or is larger than the slot from its offset on.
-        """
+        """Queues the copies of parts of a slot on the copy stream, ``(offset, destination)`` each; frees the slot."""
         stream = copy_stream(self.device)
         try:
             with torch.cuda.stream(stream):
@@ -320,7 +304,7 @@ class StagingPool:
             self._free.put(slot)
 
     def release(self, slot: StagingSlot) -> None:
-        """Gives a slot back without a copy (after a failed read)."""
+        """Gives a slot back without a copy."""
         self._free.put(slot)
 
     def forget(self, slots: int) -> None:

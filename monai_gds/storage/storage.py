@@ -76,18 +76,15 @@ class Storage:
         self._check_process()
         reads.check()
         stages.read(reads)
-        if self.device.type == "cuda" and self._are_packed(reads):
+        if (  # several small ones, one per destination: they go into one block
+            self.device.type == "cuda"
+            and limits.PACK_READS <= len(reads) == len(reads.sizes)
+            and reads.nbytes.max() < limits.PACK_BYTES
+            and reads.total <= limits.TOGETHER_BYTES
+        ):
             packed = plan.pack(reads, limits.PACK_GAP_BYTES)
             return Unpacked(self._start(packed), packed, self.device)
         return self._start(reads)
-
-    def _are_packed(self, reads: Reads) -> bool:
-        """Whether the reads go into one block: several small reads, one per destination."""
-        return bool(
-            limits.PACK_READS <= len(reads) == len(reads.sizes)
-            and reads.nbytes.max() < limits.PACK_BYTES
-            and reads.total <= limits.TOGETHER_BYTES
-        )
 
     def _start(self, reads: Reads) -> Pending:
         sizes = reads.sizes.tolist()

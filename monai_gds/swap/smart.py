@@ -10,27 +10,8 @@ from typing import Any
 
 from monai.data import SmartCacheDataset as Theirs
 
+from monai_gds.dataset.inner import Picked
 from monai_gds.swap.cached import Cached, CachedItems
-
-
-class Window(Sequence[Any]):
-    """The items that are trained on now.
-
-    Args:
-        data: all items.
-        positions: where the items of the window are among them, in order.
-    """
-
-    def __init__(self, data: Sequence[Any], positions: Sequence[int]) -> None:
-        self._data, self._positions = data, positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._data[position] for position in self._positions[index]]
-        return self._data[self._positions[index]]
 
 
 class _Replaced(CachedItems):
@@ -113,7 +94,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
     @property
     def data(self) -> Sequence[Any]:
         """The items of this epoch."""
-        return Window(self._all, self._positions) if "_positions" in vars(self) else self._all
+        return Picked(self._all, self._positions) if "_positions" in vars(self) else self._all
 
     @data.setter
     def data(self, data: Sequence[Any]) -> None:

@@ -61,8 +61,7 @@ class Arrangement(NamedTuple):
     Attributes:
         shape: the tensor's shape.
         numel: how many elements the memory has.
-        groups: boxes that share no voxel, each around boxes that do, in the order in which they lie there unless
-            none of them moves.
+        groups: boxes that share no voxel, each around boxes that do.
         moves: elements by which the voxels of each group move.
     """
 
@@ -99,30 +98,6 @@ class Arrangement(NamedTuple):
     def place_of(self, box: Box) -> int:
         """Where the first voxel of one of the boxes lies."""
         return self.place(_dot(self.strides, [axis.start for axis in box]))
-
-
-def side_by_side(arrangement: Arrangement, boxes: Sequence[Box]) -> list[list[Box]]:
-    """Groups the boxes of an arrangement that lie side by side along the last axis, from left to right.
-
-    The boxes of a group have the same size along the other two axes, and nothing but unused memory lies between them.
-    A box that shares voxels with another is a group of its own, unless it holds all of the other.
-    """
-    left = {_Corners.of(box): box for box in boxes}
-    found: list[list[Box]] = []
-    last = None
-    for group, move in zip(arrangement.groups, arrangement.moves, strict=True):
-        box = left.pop(group, None)
-        if box is None:  # it is around several
-            last = None
-            continue
-        line = (_dot(arrangement.strides, group.begin) + move) // arrangement.shape[-1]
-        shelf = line, group.end[0] - group.begin[0], group.end[1] - group.begin[1]
-        if shelf == last:
-            found[-1].append(box)
-        else:
-            found.append([box])
-        last = shelf if any(arrangement.moves) else None
-    return found + [[box] for box in left.values()]
 
 
 def arrange(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Arrangement:

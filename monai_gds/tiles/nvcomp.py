@@ -79,15 +79,10 @@ def why_not() -> str | None:
 
 
 def crc32(count: int, addresses: int, sizes: int, most_bytes: int, out: int, stream: int) -> None:
-    """Computes the CRC-32 of blocks, as zlib's.
+    """Computes the CRC-32 of ``count`` blocks, as zlib's, on a stream, given by its raw handle.
 
-    Args:
-        count: how many blocks.
-        addresses: address on the device of their addresses, int64.
-        sizes: address of their sizes in bytes, int64.
-        most_bytes: size of the largest.
-        out: address of room for the checksums, uint32.
-        stream: raw handle of the stream.
+    ``addresses``, ``sizes`` and ``out`` are the addresses on the device of those of the blocks and of their sizes in
+    bytes (int64), and of room for the checksums (uint32). The largest block has ``most_bytes``.
     """
     options = _crc_options(count, most_bytes)
     _call("nvcompBatchedCRC32Async", addresses, sizes, count, out, options, _ONLY_SEGMENT, None, stream)

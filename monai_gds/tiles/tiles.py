@@ -327,8 +327,8 @@ class Tiles:
     def select(self, tiles: np.ndarray) -> Selection:
         """How to read some tiles, given in rising order.
 
-        Streams that are neighbours in the entry are read together, and so are streams with little between them: at most
-        a quarter more pages are read than hold the streams.
+        Streams that are neighbours in the entry are read together, and so are streams with at most one whole page
+        between them.
         """
         sizes = self.sizes[tiles].astype(np.int64)
         streams = sizes > 0
@@ -338,7 +338,7 @@ class Tiles:
         head = blosc.head_bytes(len(tiles))
         if not len(begin):
             return Selection(tiles, sizes, starts, head, begin, begin, begin)
-        joins = _worth_joining(begin, end)
+        joins = begin[1:] // ALIGNMENT - (end[:-1] - 1) // ALIGNMENT <= 2
         first = np.flatnonzero(np.append(True, ~joins))
         last = np.append(first[1:] - 1, len(begin) - 1)
         offset, length = begin[first], end[last] - begin[first]
@@ -349,15 +349,9 @@ class Tiles:
         return Selection(tiles, sizes, starts, head + _STREAM_ALIGNMENT + nbytes, offset, length, dest)
 
     def check(self, streams: np.ndarray, starts: np.ndarray, tiles: np.ndarray) -> None:
-        """Compares streams with their CRC-32, and notes those that match.
+        """Compares the streams of ``tiles``, which begin at ``starts`` in the 1-D uint8 ``streams``, with their CRC-32.
 
-        Args:
-            streams: 1-D uint8.
-            starts: where each stream begins in these.
-            tiles: which tiles they belong to.
-
-        Raises:
-            DamagedRecord: one differs.
+        Notes those that match. Raises DamagedRecord if one differs.
         """
         for tile, start in zip(tiles.tolist(), starts.tolist(), strict=True):
             size = self.sizes[tile]
@@ -378,18 +372,6 @@ def _divisor(values: torch.Tensor) -> float | None:
     divisor = float(round(float(numbers[-1]) / float(wanted[-1])))
     found = np.divide(numbers, numbers.dtype.type(divisor)) if divisor else numbers
     return divisor if found.tobytes() == wanted.tobytes() else None
-
-
-def _worth_joining(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Whether each stream but the first is read together with the one before, and all between them; cheapest first."""
-    first, last = begin // ALIGNMENT, (end - 1) // ALIGNMENT
-    between = np.maximum(first[1:] - last[:-1] - 1, 0)
-    needed = int((last - first + 1).sum() - (first[1:] == last[:-1]).sum())
-    order = np.argsort(between, kind="stable")
-    joins = np.zeros(len(between), bool)
-    joins[order] = np.cumsum(between[order]) <= needed // 4
-    joins &= between * ALIGNMENT <= limits.GAP_BYTES
-    return joins
 
 
 def _slabs(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

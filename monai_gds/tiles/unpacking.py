@@ -5,8 +5,7 @@ next one finds in the processor's cache.
 
     streams ─▶ codec and shuffle (blosc) ─▶ tiles ─▶ the voxels of each box ─▶ values of the palette ─▶ tensor
 
-Half of the time goes into writing the boxes: their rows are short, and lie in memory that no cache holds. Boxes side by
-side are written together, in longer rows.
+Half of the time goes into writing the boxes: their rows are short, and lie in memory that no cache holds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from monai_gds import limits
 from monai_gds.errors import DamagedRecord
 from monai_gds.storage.memory import pooled_scratch, prefer_huge_pages
 from monai_gds.tiles import blosc
-from monai_gds.tiles.boxes import Arrangement, Box, arrange, last_three, side_by_side, whole_box
+from monai_gds.tiles.boxes import Arrangement, Box, arrange, last_three, whole_box
 from monai_gds.tiles.codecs import ON_CPU
 from monai_gds.tiles.tiles import PATTERNS, Layout, Selection, Tiles
 
@@ -84,10 +83,9 @@ def unpack_boxes(
         DamagedRecord: a stream is not what was compressed.
         MonaiGdsError: Blosc2 is missing.
     """
-    slabs = list(_slabs(tiles.layout, selection.tiles))
-    unpacker = _Unpacker(tiles, selection.tiles, _regions(boxes, arrangement, memory, together=len(slabs) == 1))
+    unpacker = _Unpacker(tiles, selection.tiles, _regions(boxes, arrangement, memory))
     sizes, starts = selection.sizes, selection.starts
-    for begin, end in slabs:
+    for begin, end in _slabs(tiles.layout, selection.tiles):
         some, at = sizes[begin:end], starts[begin:end]
         streams = some > 0
         skip, stop = 0, blosc.head_bytes(end - begin)  # the room at the front
@@ -98,27 +96,20 @@ def unpack_boxes(
 
 
 class _Region(NamedTuple):
-    """Memory of a box, or of several side by side."""
+    """A box, and its memory: the bit patterns, (leading, x, y, z)."""
 
-    boxes: Sequence[Box]  # of one size along the first two axes
-    columns: Sequence[int]  # where each begins along the last axis of the memory
-    memory: np.ndarray  # the bit patterns, (leading, x, y, z)
+    box: Box
+    memory: np.ndarray
 
 
-def _regions(
-    boxes: Sequence[Box], arrangement: Arrangement, memory: torch.Tensor, together: bool = False
-) -> list[_Region]:
-    """The memory of each box, or of those ``together`` that lie side by side."""
+def _regions(boxes: Sequence[Box], arrangement: Arrangement, memory: torch.Tensor) -> list[_Region]:
     volume = math.prod(last_three(arrangement.shape))
     patterns = memory.view(PATTERNS[memory.element_size()])
     regions = []
-    for several in side_by_side(arrangement, boxes) if together else [[box] for box in boxes]:
-        places = [arrangement.place_of(box) for box in several]
-        columns = [place - places[0] for place in places]
-        x, y, z = (axis.stop - axis.start for axis in several[-1])
-        size = (math.prod(arrangement.shape) // volume, x, y, columns[-1] + z)
-        view = patterns.as_strided(size, (volume, *arrangement.strides), memory.storage_offset() + places[0])
-        regions.append(_Region(several, columns, view.numpy()))
+    for box in boxes:
+        size = (math.prod(arrangement.shape) // volume, *(axis.stop - axis.start for axis in box))
+        begin = memory.storage_offset() + arrangement.place_of(box)
+        regions.append(_Region(box, patterns.as_strided(size, (volume, *arrangement.strides), begin).numpy()))
     return regions
 
 
@@ -148,20 +139,15 @@ class _Unpacker:
         x_tiles = slice(x, last // columns % rows + 1)
         # A slab of several rows of axis -3 holds all of their selected tiles.
         y_tiles = slice(first % columns, last % columns + 1) if x_tiles.stop == x + 1 else slice(0, columns)
-        for region in self._regions:
-            # Several boxes have all of their tiles in this slab: nothing of them is cut off.
-            parts = [
-                (_within(x, x_tiles, layout.tile[0]), _within(y, y_tiles, layout.tile[1]), z)
-                for x, y, z in region.boxes
-            ]
-            (x_voxels, y_voxels, _), box = parts[0], region.boxes[0]
+        for box, memory in self._regions:
+            x_voxels, y_voxels = _within(box[0], x_tiles, layout.tile[0]), _within(box[1], y_tiles, layout.tile[1])
             if x_voxels.start < x_voxels.stop and y_voxels.start < y_voxels.stop:
-                inside = region.memory[
+                inside = memory[
                     lead, x_voxels.start - box[0].start : x_voxels.stop - box[0].start,
                     y_voxels.start - box[1].start : y_voxels.stop - box[1].start,
                 ]  # fmt: skip
-                lines = [_lines(layout, which, firsts, lead, part) for part in parts]
-                self._fill(decoded, lines, region, inside)
+                lines = _lines(layout, which, firsts, lead, (x_voxels, y_voxels, box[2]))
+                self._fill(decoded, lines, box, inside)
 
     def _decoded(self, sizes: np.ndarray, buffer: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decodes tiles, of those of equal bytes one for each value.
@@ -180,19 +166,11 @@ class _Unpacker:
             raise DamagedRecord("a tile refers to a value that is not in its palette")
         return decoded.reshape(-1, layout.tile[2]), places * (layout.tile[0] * layout.tile[1])
 
-    def _fill(self, decoded: np.ndarray, lines: Sequence[np.ndarray], region: _Region, inside: np.ndarray) -> None:
-        """Writes the voxels of some lines of each box, into a part of the region."""
-        step = max(1, limits.FILL_VOXELS // (sum(some[0].size for some in lines) * decoded.shape[1]))
+    def _fill(self, decoded: np.ndarray, lines: np.ndarray, box: Box, inside: np.ndarray) -> None:
+        """Writes the voxels of some lines of a box into a part of its memory."""
+        step = max(1, limits.FILL_VOXELS // (lines[0].size * decoded.shape[1]))
         for begin in range(0, len(inside), step):
-            part = inside[begin : begin + step]
-            if len(lines) == 1:
-                voxels = self._voxels(decoded, lines[0][begin : begin + step], region.boxes[0])
-            else:
-                voxels = self.scratch.take("together", part.shape, self._unsigned)
-                for some, box, column in zip(lines, region.boxes, region.columns, strict=True):
-                    of_box = self._voxels(decoded, some[begin : begin + step], box)
-                    voxels[:, :, column : column + of_box.shape[2]] = of_box
-            self._write(voxels, part)
+            self._write(self._voxels(decoded, lines[begin : begin + step], box), inside[begin : begin + step])
 
     def _voxels(self, decoded: np.ndarray, lines: np.ndarray, box: Box) -> np.ndarray:
         """The voxels of a box in some lines, in memory that the next call uses again."""

@@ -1,4 +1,4 @@
-"""Sizes and times as users write them."""
+"""Sizes and times as users write them, and groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from monai_gds.base.units import bytes_of, seconds_of
+from monai_gds.base.units import bytes_of, in_groups, seconds_of
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_spans(span: str, hours: float) -> None:
 def test_texts_that_are_not_spans(span: str) -> None:
     with pytest.raises(ValueError, match="36h, 30d, 2w"):
         seconds_of(span)
+
+
+def test_groups_have_at_most_a_number_and_a_size_and_a_large_member_is_alone() -> None:
+    sizes = {"a": 1, "b": 1, "c": 1, "d": 1, "large": 100, "after": 0}
+    assert list(in_groups(sizes, lambda name: sizes[name], 3, 100)) == [["a", "b", "c"], ["d"], ["large", "after"]]
+    assert list(in_groups([], len, 3, 100)) == []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from monai.data import Dataset
-from monai.transforms import Compose, Lambda, Transform
+from monai.transforms import Compose, Lambda, RandomizableTransform, Transform
 
 from monai_gds import BackendUnavailable, StorageError
 from monai_gds.bench.comparison import (
@@ -139,3 +140,26 @@ def test_after_ctrl_c_nothing_runs_and_nothing_is_written(
     written = len(writes)
     time.sleep(0.3)
     assert (len(writes), folder.exists()) == (written, False)
+
+
+class Draw(RandomizableTransform):
+    """Adds random numbers, of its own generator and of torch's."""
+
+    def __call__(self, item: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"x": item["x"] + self.R.random() + torch.rand(())}
+
+
+def test_in_a_turn_all_datasets_draw_the_same_numbers(tmp_path: Path) -> None:
+    items = [{"x": torch.zeros(1)} for _ in range(4)]
+    seen: list[float] = []
+
+    class Watched(Comparison):
+        def consume(self, tensors: Iterable[torch.Tensor]) -> None:
+            seen.extend(tensor.item() for tensor in tensors)
+
+    comparison = Watched("t", items, Compose([Draw()]), ["x"], torch.device("cpu"), tmp_path, MONAIS_DATASETS, 2)
+    compare(comparison)
+    seen = seen[3 * len(items) :]  # without the first epochs
+    turns = [seen[start : start + 4] for start in range(0, len(seen), 4)]
+    assert turns[0] == turns[1] == turns[2]
+    assert turns[3] == turns[4] == turns[5] != turns[0]

@@ -1,76 +1,14 @@
-"""The demo: rows that are not told apart are one, and all datasets draw the same numbers."""
+"""The demo: a table of each pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
-from monai.transforms import Compose, RandomizableTransform
 
 from monai_gds.bench import demo
-from monai_gds.bench.comparison import META, MONAIS_DATASETS
+from monai_gds.bench.comparison import META
 from monai_gds.bench.made_up import write_volumes
-from monai_gds.bench.report import Report, Row
-
-
-def rows_of(report: Report) -> dict[str, float | None]:
-    return {row.name: row.median for row in demo.merged(report).rows}
-
-
-def test_rows_that_are_not_told_apart_are_one_and_the_order_is_that_of_the_medians() -> None:
-    slow, fast = Row("slow", (1.0, 1.2, 0.9, 1.1)), Row("fast", (5.0, 4.0, 6.0, 5.0))
-    alike = Row("like slow", (1.1, 1.0, 1.0, 1.2))
-    report = Report("t", "volumes/s", [fast, slow, alike], reference="slow")
-    assert list(rows_of(report)) == ["slow\nlike slow", "fast"], "in the order of the report"
-    (both, other) = demo.merged(report).rows
-    assert sorted(both.samples) == sorted(slow.samples + alike.samples)
-    assert [row.notes.get("") for row in (both, other)] == ["not told apart", None]
-    assert demo.merged(report).ratio(other) == pytest.approx(5 / 1.05)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "different"),
-    [
-        ((1.0, 1.0, 1.0), (1.1, 1.1, 1.1), False),  # always, but by little
-        ((1.0, 9.0, 1.0), (2.0, 2.0, 2.0), False),  # by much, but not always
-        ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0), True),
-        ((1.0,) * 12 + (9.0,) * 3, (2.0,) * 15, True),  # three hiccups in fifteen
-        ((1.0,) * 11 + (9.0,) * 4, (2.0,) * 15, False),
-    ],
-)
-def test_what_a_difference_is(first: tuple[float, ...], second: tuple[float, ...], different: bool) -> None:
-    assert demo.differ(Row("a", first), Row("b", second)) is different
-    assert demo.differ(Row("b", second), Row("a", first)) is different
-
-
-def test_a_row_that_could_not_run_is_in_no_order() -> None:
-    report = Report("t", "volumes/s", [Row("a", (1.0,)), Row("b", reason="absent")], reference="a")
-    assert list(rows_of(report)) == ["a"]
-
-
-class Draw(RandomizableTransform):
-    """Adds random numbers, of its own generator and of torch's."""
-
-    def __call__(self, item: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"x": item["x"] + self.R.random() + torch.rand(())}
-
-
-def test_in_a_turn_all_datasets_draw_the_same_numbers(tmp_path: Path) -> None:
-    items = [{"x": torch.zeros(1)} for _ in range(4)]
-    seen: list[float] = []
-
-    class Watched(demo._Seeded):
-        def consume(self, tensors: Iterable[torch.Tensor]) -> None:
-            seen.extend(tensor.item() for tensor in tensors)
-
-    comparison = Watched("t", items, Compose([Draw()]), ["x"], torch.device("cpu"), tmp_path, MONAIS_DATASETS, 2)
-    demo.compare(comparison)
-    seen = seen[3 * len(items) :]  # without the first epochs
-    turns = [seen[start : start + 4] for start in range(0, len(seen), 4)]
-    assert turns[0] == turns[1] == turns[2]
-    assert turns[3] == turns[4] == turns[5] != turns[0]
 
 
 def test_it_shows_whole_volumes_crops_and_what_no_cache_shortens(
@@ -84,6 +22,6 @@ def test_it_shows_whole_volumes_crops_and_what_no_cache_shortens(
     for title in ("whole volumes: 2", "4 random crops of 8x8x4 from each: 2", "whole volumes, rotated and zoomed"):
         assert title in printed
     for name in (META, "CacheDataset", "GDSDataset", "GDSDataset, GDSDataLoader"):
-        assert name in printed or "whichever dataset" in printed
+        assert printed.count(f" {name} ") >= 3
     assert "same volumes, value by value" in printed
     assert "This machine is busy (load 99.0 on " in printed

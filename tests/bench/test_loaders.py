@@ -78,7 +78,7 @@ def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.
         BlockMap.build(disk.folder / "train", checksums=True).save(made)
         plain = tmp_path / "elsewhere/plain.json"
         plain.parent.mkdir()
-        BlockMap.build(disk.folder / "train").save(plain, plain=True)
+        BlockMap.build(disk.folder / "train").plain().save(plain)
         monkeypatch.setenv("XNVME_DOUBLE_DRIVE", disk.device)
         on_machine("umount", str(disk.folder))
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import signal
 import socket
 import subprocess
@@ -26,9 +25,8 @@ import torch
 import torch.distributed as dist
 from monai.data import MetaTensor
 
-from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied, limits
+from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError, WorkerDied
 from monai_gds.base import console
-from monai_gds.dataset import engines
 from monai_gds.dataset.populate import Populated
 from monai_gds.folder.maintenance import survey
 from monai_gds.folder.writer import process_writer
@@ -106,79 +104,6 @@ def processes(log: Path) -> set[int]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Filling
-
-
-class MakeOfFile(Make):
-    """As :class:`Make`, of a file named ``<n>.txt``."""
-
-    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
-        return super().__call__({"n": int(Path(data["file"]).stem)})
-
-
-class OnCuda(mt.Transform):
-    """Would do something there."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda")
-
-    def __call__(self, data: Any) -> Any:
-        return data
-
-
-@pytest.fixture
-def of_files(tmp_path: Path, log: Path) -> Callable[..., GDSDataset]:
-    """Makes a dataset over so many files of 3 bytes."""
-
-    def make_dataset(count: int, *transforms: Any) -> GDSDataset:
-        for n in range(count):
-            (tmp_path / f"{n}.txt").write_text("abc")
-        items = [{"file": str(tmp_path / f"{n}.txt")} for n in range(count)]
-        return GDSDataset(items, mt.Compose([MakeOfFile(log), *transforms]), tmp_path / "cache", device="cpu")
-
-    return make_dataset
-
-
-def test_a_few_items_of_small_files_are_computed_without_workers(
-    of_files: Any, log: Path, monkeypatch: pytest.MonkeyPatch, cores: None
-) -> None:
-    """Starting these would take longer."""
-    monkeypatch.setattr(engines, "_START_SECONDS", 1000.0)
-    assert of_files(4).populate() == Populated(0, 4)
-    assert processes(log) == {os.getpid()}
-
-
-class Draws(mt.Transform):
-    """Draws from the generators of the process, as a network does that is made and then loaded."""
-
-    def __call__(self, data: Any) -> Any:
-        torch.rand(1), np.random.rand(), random.random()
-        return data
-
-
-def test_the_training_draws_the_same_however_many_items_were_computed_here(
-    of_files: Any, monkeypatch: pytest.MonkeyPatch, cores: None
-) -> None:
-    monkeypatch.setattr(engines, "_START_SECONDS", 1000.0)
-    with torch.random.fork_rng():
-        drawn = []
-        for populate in (lambda: None, of_files(4, Draws()).populate):
-            torch.manual_seed(1), np.random.seed(1), random.seed(1)
-            populate()
-            drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
-    assert drawn[0] == drawn[1]
-
-
-@pytest.mark.parametrize("why", ["long", "large", "cuda"])
-def test_workers_compute_the_others(
-    of_files: Any, log: Path, monkeypatch: pytest.MonkeyPatch, cores: None, why: str
-) -> None:
-    """What takes long, beginning with the second item; what may take long; and what may initialise CUDA here."""
-    monkeypatch.setattr(engines, "_START_SECONDS", 0.0001 if why == "long" else 1000.0)
-    if why == "large":
-        monkeypatch.setattr(limits, "FIRST_HERE_BYTES", 2)
-    assert of_files(8, *([OnCuda()] if why == "cuda" else [])).populate() == Populated(0, 8)
-    here = [n for n, pids in made(log).items() if os.getpid() in pids]
-    assert here == ([0] if why == "long" else [])
 
 
 @pytest.fixture

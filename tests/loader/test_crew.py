@@ -331,6 +331,18 @@ def test_the_first_items_of_an_epoch_are_made_before_it(tmp_path: Path, monkeypa
     assert_same(found, expected)
 
 
+def test_nothing_is_made_before_an_epoch_where_the_last_one_was_not_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a training draws is not foreseen: the device's memory and time are better spent."""
+    loader = load(make(tmp_path))
+    for training, wanted in ((False, True), (True, False), (True, False), (False, True)):
+        if training:
+            torch.rand(3)
+        made_ahead(loader, monkeypatch)
+        assert kept(loader) == [wanted] * COUNT
+
+
 def test_a_measured_epoch_has_its_own_items_in_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = load(make(tmp_path), stats=True)
     for _ in range(3):

@@ -22,7 +22,6 @@ from monai.utils import set_determinism
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.dataset import programmed
 from monai_gds.loader.crew import Crew
-from monai_gds.loader.next_epoch import foreseen
 from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.recorder import Recorded
@@ -586,7 +585,7 @@ def test_the_next_epoch_is_foreseen_and_nothing_is_drawn_for_that(make: Make, se
         waiting = dict(crew_of(loader)._ahead)
         assert waiting
         before = torch.get_rng_state()
-        seed, batches = foreseen(loader)
+        seed, batches = loader.foresight.next_epoch(loader)
         expected = list(batches)
         assert torch.equal(torch.get_rng_state(), before)
         loop = iter(loader)
@@ -595,6 +594,26 @@ def test_the_next_epoch_is_foreseen_and_nothing_is_drawn_for_that(make: Make, se
         found += [batch["n"].tolist() for batch in loop]
         assert [list(dict.fromkeys(batch)) for batch in found] == expected
         assert {seed} == {seed for _, _, (seed, _) in waiting}
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 1, 1, 1]), (2, [1, 0, 1, 1, 1])])
+def test_the_next_epoch_is_foreseen_with_validations_between(make: Make, every: int, expected: list[int]) -> None:
+    """Each draws a seed from torch's generator. How often that happens is learned from one or two epochs."""
+    dataset = make(*crops())
+    loader, validation = load(dataset, 1, shuffle=True), torch.utils.data.DataLoader([1, 2])
+    list(loader)
+    right = []
+    for number in range(1, 6):
+        if number % every == 0:
+            list(validation)
+        waiting = set(crew_of(loader)._ahead)
+        loop = iter(loader)
+        next(loop)
+        crew = crew_of_loop(loop)
+        right.append(crew.foresees and not waiting & set(crew._ahead))
+        for _ in loop:
+            pass
+    assert right == expected
 
 
 def crew_of_loop(loop: Any) -> Crew:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,8 +15,8 @@ import torch
 
 from monai_gds import limits
 from monai_gds.programs import jit
-from monai_gds.programs.program import Program, unpack
-from monai_gds.programs.replay import replay
+from monai_gds.programs.program import Program, Step, unpack
+from monai_gds.programs.replay import GuardFailed, replay
 from tests.programs.recordings import CPU, Voxels, item, record, seeded, steps_of
 from tests.same import assert_same
 
@@ -287,3 +288,53 @@ def test_a_value_that_pieces_share_lives_as_long_as_one_needs_it() -> None:
     program = recorded(1, cropped(share))
     expected = made(program)
     assert_same(expected, made(program))
+
+
+class GoesBy(mt.RandomizableTransform):  # type: ignore[misc]
+    """Asks for a value of each crop."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most = most
+
+    def __call__(self, of: Any) -> Any:
+        asked = of["image"].as_subclass(torch.Tensor).max() > self.most
+        return {**of, "image": of["image"] * (2 if asked else 3)}
+
+
+def test_what_each_crop_was_guessed_to_be_is_compared() -> None:
+    """By functions, too, in which what is asked of one crop is not what is asked of another."""
+    make = cache(lambda: little(mt.RandScaleIntensityd("image", 0.5, prob=1)))
+    crops = made(recorded(1, make))
+    maxima = [float(crop["image"].max()) for crop in crops]
+    most = sorted(maxima)[1] - 1e-4
+    truth = tuple(value > most for value in maxima)
+    assert set(truth) == {False, True}
+
+    def pipeline() -> mt.Compose:
+        return mt.Compose([*make().transforms, GoesBy(most)])
+
+    for guesses in itertools.product((False, True), repeat=3):
+        places = {(5, n): guess for n, guess in enumerate(guesses)}
+        program = record(seeded(pipeline, 1), item(0), CPU, places).program
+        assert program is not None and [guard.guess for guard in program.guards] == list(guesses)
+        for _ in range(3):
+            if guesses == truth:
+                made(program)
+                continue
+            with pytest.raises(GuardFailed) as failed:
+                made(program)
+            first = next(n for n in range(3) if guesses[n] != truth[n])
+            assert failed.value.found == {(5, n): truth[n] for n in range(first + 1)}
+
+
+def test_a_value_that_is_made_twice_is_the_second() -> None:
+    """As where an operation records one within it, which gives the same."""
+    steps = [
+        Step(0, (None,), None, ((0, -1, 0),), (2,), ()),
+        Step(0, (None,), None, ((0, -1, 1),), (3,), ()),
+        Step(0, (None,), None, ((0, -1, 1),), (2,), ()),
+    ]
+    pieces = jit.cut(steps, ["aten::clone.default"], [0, 1, 2], {2, 3})
+    made_by = [number for piece in pieces for number in piece.results]
+    assert sorted(made_by) == [2, 3], "one piece makes it"

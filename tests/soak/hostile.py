@@ -443,7 +443,7 @@ def hostile_maps(
                 found = BlockMap.load(file)
                 [found[path] for path in found]
                 found.save(folder / "again.json")
-                found.verify(folder)
+                BlockMap.load(file, parent=folder).verify()
             except BlockMapError:
                 pass
             except Exception:

@@ -23,7 +23,6 @@ from monai_gds.errors import BlockMapError, CacheWarning, ImageListError, MonaiG
 from monai_gds.folder.index import Index
 from monai_gds.folder.maintenance import Unwanted, check, prunable, survey
 from monai_gds.folder.uses import Uses
-from monai_gds.imagenet.files.jpeg import jpeg_nbytes
 from monai_gds.imagenet.files.listing import UNFINISHED, ImageList
 from monai_gds.imagenet.files.named_files import read_file_list
 from monai_gds.imagenet.files.packed import INDEX
@@ -233,16 +232,6 @@ def _file_lists(folder: Path) -> Made:
     return read, [b"a.jpg 1\n\na.jpg  2\r\n"]
 
 
-def _jpeg_ends(folder: Path) -> Made:
-    """Where a JPEG ends in whole blocks."""
-
-    def read(data: bytes) -> None:
-        end = jpeg_nbytes(np.frombuffer(data, np.uint8))
-        assert end is None or (data[end - 2 : end] == b"\xff\xd9" and not any(data[end:]))
-
-    return read, [b"\xff\xd8\xff\xe0\0\4ab\xff\xda\0\2\1\xff\0\2\xff\xd0\3\xff\xd9" + bytes(20)]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Disks
 
@@ -256,7 +245,7 @@ def _maps(folder: Path) -> Made:
         with contextlib.suppress(BlockMapError):
             found = BlockMap.load(path)
             found.save(folder / "again.json")
-            found.verify(folder)
+            BlockMap.load(path, parent=folder).verify()
         with contextlib.suppress(MonaiGdsError):
             open_images(path)
 
@@ -340,7 +329,6 @@ READERS: dict[str, Callable[[Path], Made]] = {
     "map": _maps,
     "notes": _notes,
     "list": _file_lists,
-    "jpeg": _jpeg_ends,
     "ext4": _inodes,
     "xfs": functools.partial(_inodes, kind="xfs"),
     "packing": _packing,

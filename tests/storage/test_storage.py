@@ -109,7 +109,7 @@ def test_a_negative_range_is_refused(path: str, bad: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("starts", [[0, 50], [100, 0], [0, 101], [-1, 100]])
 def test_files_that_overlap_or_do_not_fit_are_refused(starts: list[int]) -> None:
-    with pytest.raises(ValueError, match="2 files overlap"):
+    with pytest.raises(ValueError, match="2 reads overlap"):
         Reads.of_files(["a", "b"], np.array([100, 100]), np.array(starts), 200)
 
 

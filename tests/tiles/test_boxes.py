@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from monai_gds.tiles.boxes import Box, arrange, last_three, side_by_side, whole_box
+from monai_gds.tiles.boxes import Box, arrange, last_three, whole_box
 
 
 def boxes_within(shape: tuple[int, ...]) -> st.SearchStrategy[list[Box]]:
@@ -70,36 +70,6 @@ def crops_of_wide() -> st.SearchStrategy[list[Box]]:
     sizes = st.sampled_from([(8, 6, 40), (8, 6, 40), (7, 6, 33)])
     crops = st.tuples(corners, sizes).map(lambda c: box(*((a, a + n) for a, n in zip(*c, strict=True))))
     return st.lists(crops, min_size=1, max_size=6, unique_by=str)
-
-
-@example(crops=[box((0, 8), (0, 6), (z, z + 40)) for z in (100, 0, 20, 200)], leading=1)  # two that share some between
-@example(crops=[box((0, 8), (0, 6), (z, z + 40)) for z in (100, 0)] + [box((0, 7), (0, 6), (100, 133))], leading=1)
-@given(crops=crops_of_wide(), leading=st.integers(1, 2))
-def test_nothing_lies_between_boxes_that_are_side_by_side(crops: list[Box], leading: int) -> None:
-    shape, volume, row = (leading, *WIDE), math.prod(WIDE), WIDE[-1]
-    found = arrange(shape, 4, crops)
-    groups = side_by_side(found, crops)
-    assert sorted(map(str, crops)) == sorted(str(crop) for group in groups for crop in group)
-    memory = torch.zeros(found.numel, dtype=torch.int64)
-    for crop in sorted(crops, key=lambda crop: crop[2].stop - crop[2].start):  # one that holds another comes last
-        size = [leading, *(axis.stop - axis.start for axis in crop)]
-        memory.as_strided(size, (volume, *found.strides), found.place_of(crop)).fill_(crops.index(crop) + 1)
-    for group in (group for group in groups if len(group) > 1):
-        first, last = found.place_of(group[0]), found.place_of(group[-1])
-        width = last - first + group[-1][2].stop - group[-1][2].start
-        size = [leading, *(axis.stop - axis.start for axis in group[0][:2]), width]
-        assert first // row == (first + width - 1) // row
-        held = set(memory.as_strided(size, (volume, *found.strides), first).flatten().tolist())
-        assert held - {0} == {crops.index(crop) + 1 for crop in group}
-
-
-def test_equal_crops_lie_side_by_side() -> None:
-    corners = [(0, 0, 0), (100, 50, 100), (10, 200, 150)]
-    boxes = [box((x, x + 40), (y, y + 40), (z, z + 40)) for x, y, z in corners]
-    found = arrange((1, 256, 256, 300), 4, boxes)
-    assert side_by_side(found, boxes) == [boxes]
-    shared = [*boxes, box((20, 60), (210, 250), (150, 190))]
-    assert side_by_side(arrange((1, 256, 256, 300), 4, shared), shared) == [boxes[:2], boxes[2:], shared[3:]]
 
 
 def test_boxes_are_merged_until_none_meet() -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from monai_gds.base.console import progress, progress_bar, say_lines, stderr
+from monai_gds.command.bench import training
 from monai_gds.command.bench_loaders import BatchOption, DatadirOption, image_folder
-from monai_gds.command.bench_tensor import FolderOption, LoopOption, tidy_ending
-from monai_gds.command.bench_training import training
+from monai_gds.command.bench_tensor import FolderOption, LoopOption
 from monai_gds.command.options import DeviceOption, JsonOption, known_device, one_of
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def tune_command(
     from tools.bench.tune import tune
 
     target = resolve_device(device)
-    with tidy_ending(), progress_bar("tuning") as progress:
+    with progress_bar("tuning") as progress:
         reports, best = tune(nvme_folder, mb_size << 20, target, loop, progress)
     emit(reports, as_json=as_json, about={**machine(target), **({"best": best} if as_json else {})})
     if not as_json:

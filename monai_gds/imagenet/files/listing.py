@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -52,8 +52,6 @@ class ImageList:
         labels: int32, (images,).
         sizes: bytes of each, int64, (images,).
         blocks: the block map that was listed, if it was one.
-        rounded: bool, (images,): whether a size is rounded up to whole blocks, as a plain block map has it. A reader
-            that learns the exact size updates both arrays. None: no size is rounded.
     """
 
     root: str
@@ -62,7 +60,6 @@ class ImageList:
     labels: np.ndarray
     sizes: np.ndarray
     blocks: BlockMap | None = None
-    rounded: np.ndarray | None = None
 
     @property
     def bounds(self) -> np.ndarray | None:
@@ -148,7 +145,7 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
     """Lists the images of a block map as :func:`list_folder` lists those of the folder it was built from.
 
     A plain map does not record where that folder is: without a parent, it is looked for beside the map and in the
-    current folder. It holds sizes in whole blocks: they are replaced by those of the files that exist.
+    current folder. It holds sizes in whole blocks, which are those of images whose files are not there.
 
     Raises:
         ImageListError: it is not a block map, or holds no image ``<root>/<class>/<file>``.
@@ -168,15 +165,18 @@ def list_block_map(map_: StrPath | BlockMap) -> ImageList:
     label = {name: i for i, name in enumerate(classes)}
     paths = ["/".join(p) for p in images]
     sizes = [(blocks.unmapped[path] if path in blocks.unmapped else blocks[path]).size for path in paths]
-    listed = ImageList(
-        root=_place(root, [beside, "."] if blocks.parent is None else [blocks.parent]),
+    top = _place(root, [beside, "."] if blocks.parent is None else [blocks.parent])
+    if blocks.origin is None and os.path.isdir(top):
+        parent = os.path.dirname(top)
+        sizes = [_exact(f"{parent}/{path}", nbytes) for path, nbytes in zip(paths, sizes, strict=True)]
+    return ImageList(
+        root=top,
         classes=classes,
         names=["/".join(p[1:]) for p in images],
         labels=np.asarray([label[p[1]] for p in images], dtype=np.int32),
         sizes=np.asarray(sizes, dtype=np.int64),
         blocks=blocks,
     )
-    return listed if blocks.origin else replace(listed, rounded=_still_rounded(listed))
 
 
 def _loaded(file: StrPath) -> tuple[BlockMap, str, str]:
@@ -196,16 +196,11 @@ def _place(folder: str, parents: Sequence[str]) -> str:
     return next(filter(os.path.isdir, paths), paths[0])
 
 
-def _still_rounded(images: ImageList) -> np.ndarray | None:
-    """Replaces sizes in whole blocks by those of the files that exist. Returns which stay rounded; None if none do."""
-    rounded = np.ones(len(images), dtype=bool)
-    if os.path.isdir(images.root):
-        for i, blocks in enumerate(images.sizes.tolist()):
-            with suppress(OSError):
-                size = os.stat(images.path(i)).st_size
-                if size <= blocks:
-                    images.sizes[i], rounded[i] = size, False
-    return rounded if rounded.any() else None
+def _exact(path: str, in_blocks: int) -> int:
+    """The size of an image, of which only the size of its blocks is known if it is not there."""
+    with suppress(OSError):
+        return min(os.stat(path).st_size, in_blocks)
+    return in_blocks
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result:

@@ -84,15 +84,9 @@ class PackedImages(ImageList):
         return f"{self.root}/{file_name(file)}"
 
     def check_head(self, file: int, record: Header, nbytes: int) -> None:
-        """Compares the header of a file with the index.
+        """Raises DamagedRecord unless the header and size of a file are as the index describes the one of this number.
 
-        Args:
-            file: its number.
-            record: its header.
-            nbytes: its size.
-
-        Raises:
-            DamagedRecord: it is not the file that the index describes, but one of another folder, or two were swapped.
+        It may be of another folder, or two files were swapped.
         """
         begin, end = self.bounds[file : file + 2].tolist()
         described = describe(self, begin, end)

@@ -25,7 +25,7 @@ import torch
 
 from monai_gds import limits
 from monai_gds.base.checksum import checksum, checksums
-from monai_gds.base.units import bytes_of
+from monai_gds.base.units import bytes_of, in_groups
 from monai_gds.errors import BrokenImage, ImageListError, RecordError
 from monai_gds.imagenet.files.image_storage import ImageRecord, load_item, read_files, read_layout, save_item
 from monai_gds.imagenet.files.listing import UNFINISHED, ImageList, StrPath
@@ -103,7 +103,7 @@ def pack_folder(
     with _packing(top, json.dumps({"root": images.root, **plan})):
         portions = [
             _Portion(str(top / file_name(number)), _part(images, begin, end), max_side, quality)
-            for number, (begin, end) in enumerate(_ranges(images.sizes, most))
+            for number, (begin, end) in enumerate(_ranges(images.sizes.tolist(), most))
         ]
         written = _write_all(portions, executor, progress)
         packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))
@@ -226,14 +226,10 @@ def _part(images: ImageList, begin: int, end: int) -> ImageList:
     )
 
 
-def _ranges(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
+def _ranges(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
     """Ranges (first, last + 1) of consecutive images, at least one each, of at most ``limit`` bytes together."""
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    begin = 0
-    while begin < len(sizes):
-        end = max(begin + 1, int(np.searchsorted(offsets, offsets[begin] + limit, side="right")) - 1)
-        yield begin, end
-        begin = end
+    for group in in_groups(range(len(sizes)), sizes.__getitem__, len(sizes), limit):
+        yield group[0], group[-1] + 1
 
 
 @contextmanager

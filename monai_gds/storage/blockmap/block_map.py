@@ -28,7 +28,7 @@ from monai_gds.storage.blockmap.extents import (
     read_uuid,
     runs,
 )  # fmt: skip
-from monai_gds.storage.blockmap.saved import NOT_PLAIN, PLAIN_BLOCK, FileBlocks, Origin, Saved, Unmapped, fits_plain
+from monai_gds.storage.blockmap.saved import PLAIN_BLOCK, FileBlocks, Origin, Saved, Unmapped
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class BlockMap(Mapping[str, FileBlocks]):
         >>> from monai_gds.storage.blockmap.extents import Extent
         >>> one = FileBlocks(size=5000, extents=(Extent(offset=0, start=1 << 20, nbytes=8192),))
         >>> blocks = BlockMap({"train/n01491361/n01491361_8657.JPEG": one})
-        >>> blocks.save("train.json", plain=True)
+        >>> blocks.save("train.json")
         >>> BlockMap.load("train.json")["train/n01491361/n01491361_8657.JPEG"].extents
         (Extent(offset=0, start=1048576, nbytes=8192),)
     """
@@ -92,42 +92,32 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise BlockMapError(f"{min(both)} is listed both as mapped and as unmapped")
 
     def __getitem__(self, path: str) -> FileBlocks:
-        """The blocks of a file, by the map's own path or any other path of the file."""
-        return self.find(path)
-
-    def find(self, path: str, *, by_end: bool = False) -> FileBlocks:
-        """The blocks of a file.
-
-        Args:
-            path: the map's own path of it, or any other.
-            by_end: any path that ends with a path of the map counts as that file, wherever the map's folder was. For
-                callers who compare the entry with the file. Always so where ``parent`` is None.
+        """The blocks of a file, by the map's own path or any other path of the file.
 
         Raises:
             KeyError: the map lacks it; the message says why.
         """
-        own = self._own(path, self._files, by_end)
+        own = self._own(path, self._files)
         if own is not None:
             return self._files[own]
-        if why := self.why_not(path, by_end=by_end):
+        if why := self.why_not(path):
             raise KeyError(f"{path} could not be mapped: {why}")
         where = f" below {self.parent}; if files are elsewhere, BlockMap.load(map, parent=…) names the folder"
         paths = f"its paths look like {next(iter(self), None)!r}{where if self.parent is not None else ''}"
         raise KeyError(f"{path} is not in the block map ({paths})")
 
-    def why_not(self, path: str, *, by_end: bool = False) -> str | None:
-        """Why a file could not be mapped, and what to do; None for any other file. Arguments as for :meth:`find`."""
-        own = self._own(path, self.unmapped, by_end)
+    def why_not(self, path: str) -> str | None:
+        """Why a file could not be mapped, and what to do; None for any other file."""
+        own = self._own(path, self.unmapped)
         return None if own is None else self.unmapped[own].why
 
-    def _own(self, path: str, among: Mapping[str, object], by_end: bool) -> str | None:
+    def _own(self, path: str, among: Mapping[str, object]) -> str | None:
         """The map's own path of the file at ``path``; None if the map lacks it."""
         if path in among:
             return path
         if self.parent is not None:
             own = os.path.relpath(os.path.abspath(path), self.parent)
-            if own in among or not by_end:
-                return own if own in among else None
+            return own if own in among else None
         while "/" in path:
             path = path.partition("/")[2]
             if path in among:
@@ -195,27 +185,30 @@ class BlockMap(Mapping[str, FileBlocks]):
             raise NotMappable(errno.EOPNOTSUPP, why, os.path.join(parent, path))
         return cls(files, origin, [path[skip:] for path in folders], unmapped)
 
-    def plain_part(self) -> BlockMap:
-        """The files that a plain map can hold. The others are listed in ``unmapped``, with the reason."""
-        files, unmapped = dict(self._files), dict(self.unmapped)
-        for path, entry in self._files.items():
-            if not fits_plain(entry):
-                unmapped[path] = Unmapped(files.pop(path).size, f"it {NOT_PLAIN}; a map that is not plain can")
-        return BlockMap(files, self.origin, self.folders, unmapped)
+    def plain(self) -> BlockMap:
+        """The plain map of these files: nothing but their first and last blocks, in sectors of 512 bytes.
+
+        Files that it cannot hold are listed in ``unmapped``, with the reason. That is not saved.
+
+        Raises:
+            BlockMapError: the disk is an array of drives, which a plain map cannot say.
+        """
+        if self.origin is not None and self.origin.disk.array is not None:
+            raise BlockMapError(f"{self.origin.disk.path} is an array of drives, and a plain map cannot say so")
+        files, unmapped = dict[str, FileBlocks](), dict(self.unmapped)
+        for path, (size, extents, *_) in self._files.items():
+            if len(extents) == 1 and extents[0].offset == 0 and extents[0].nbytes >= size:
+                files[path] = FileBlocks(extents[0].nbytes, extents)
+            else:
+                why = "it is empty, has holes or has several extents, which a plain map cannot hold"
+                unmapped[path] = Unmapped(size, why)
+        return BlockMap(files, unmapped=unmapped, parent=self.parent)
 
     # Saving and loading.
 
-    def save(self, file: str | os.PathLike[str], *, plain: bool = False) -> None:
-        """Writes the map as JSON (see the module's docstring). The file appears whole or not at all.
-
-        Args:
-            file: where the map is written to.
-            plain: write only ``startblock`` and ``endblock``, in sectors of 512 bytes, and nothing of ``unmapped``.
-
-        Raises:
-            BlockMapError: ``plain``, and a file is empty, has a hole or several extents.
-        """
-        Saved(self._files, self.origin, self.folders, self.unmapped).write(file, plain=plain)
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the map as JSON (see the module's docstring). The file appears whole or not at all."""
+        Saved(self._files, self.origin, self.folders, self.unmapped).write(file)
 
     @classmethod
     def load(cls, file: str | os.PathLike[str], parent: str | os.PathLike[str] | None = None) -> BlockMap:
@@ -249,13 +242,10 @@ class BlockMap(Mapping[str, FileBlocks]):
 
     # Verifying.
 
-    def verify(
-        self, parent: str | os.PathLike[str] | None = None, *, data: bool = False, progress: Progress | None = None
-    ) -> dict[str, str]:
+    def verify(self, *, data: bool = False, progress: Progress | None = None) -> dict[str, str]:
         """Compares the map with the files as they are now.
 
         Args:
-            parent: the folder that the paths are relative to, if it is not that of the map.
             data: also compare every byte read through the device with every byte read through the file. This needs
                 the right to read the device.
             progress: called with (files done, files in all) as it goes.
@@ -265,13 +255,12 @@ class BlockMap(Mapping[str, FileBlocks]):
             mapped and now can. Empty if the map is up to date.
 
         Raises:
-            BlockMapError: the map is plain and ``parent`` is not given.
+            BlockMapError: the map is plain and was loaded without ``parent``.
             StorageError: ``data``, and the device may not be read.
         """
-        parent = self.parent if parent is None else parent
-        if parent is None:
+        base = self.parent
+        if base is None:
             raise BlockMapError("a plain block map does not record where its files are: give their parent folder")
-        base = os.fspath(parent)
 
         def verify_chunk(chunk: Sequence[str]) -> dict[str, str]:
             wrong = {}

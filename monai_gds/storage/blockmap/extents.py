@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from monai_gds import limits
 from monai_gds.base.file_systems import Mount, mounts
 from monai_gds.errors import NotMappable, StorageError
 from monai_gds.storage.blockmap.raid0 import Raid0, array_in
@@ -66,8 +65,6 @@ _REFUSED_INODES = {
     0x10000000: "its bytes lie inline in the inode",
 }
 _REFUSED_FLAGS = sum(_REFUSED_INODES)
-_FSGETXATTR = 0x801C581F  # FS_IOC_FSGETXATTR
-_XFS_REALTIME = 0x1
 _XFS_FSGEOMETRY = 0x80705864  # XFS_IOC_FSGEOMETRY_V1
 
 _GETFSUUID = 0x80111500  # FS_IOC_GETFSUUID, Linux 6.9 and later
@@ -75,14 +72,11 @@ _UUID_AT = {"ext4": (0x438, b"\x53\xef", 0x468), "xfs": (0, b"XFSB", 32)}  # mag
 
 
 class Extent(NamedTuple):
-    """Bytes ``offset`` and following of a file, and where on the whole disk they begin.
-
-    ``nbytes`` is a multiple of the disk's logical block: the last bytes may lie beyond the end of the file.
-    """
+    """Bytes ``offset`` and following of a file, and where on the whole disk they begin."""
 
     offset: int
     start: int
-    nbytes: int
+    nbytes: int  # a multiple of the disk's logical block: the last bytes may lie beyond the end of the file
 
 
 class DiskClosed(StorageError):
@@ -91,27 +85,15 @@ class DiskClosed(StorageError):
 
 @dataclass(frozen=True)
 class Disk:
-    """A whole disk, or an array of disks.
+    """A whole disk, or an array of disks. Raises ValueError if the array and its members do not fit together."""
 
-    Attributes:
-        name: its name below /dev, such as ``nvme0n1``.
-        number: ``major:minor``.
-        block_size: bytes per logical block, 512 or 4096.
-        max_transfer: most bytes per command that the kernel sends.
-        array: how its bytes lie on its members; None for a disk.
-        members: the disks that an array is made of.
-
-    Raises:
-        ValueError: the array and its members do not fit together.
-    """
-
-    name: str
-    number: str
-    block_size: int
+    name: str  # below /dev, such as nvme0n1
+    number: str  # major:minor
+    block_size: int  # bytes per logical block, 512 or 4096
     nbytes: int
-    max_transfer: int
-    array: Raid0 | None = None
-    members: tuple[Disk, ...] = ()
+    max_transfer: int  # most bytes per command that the kernel sends
+    array: Raid0 | None = None  # how its bytes lie on its members; None for a disk
+    members: tuple[Disk, ...] = ()  # the disks that an array is made of
 
     def __post_init__(self) -> None:
         if (array := self.array) is None:
@@ -142,13 +124,9 @@ class Disk:
                 yield self.members[member], first, count
 
     def open(self) -> int:
-        """Opens the disk for O_DIRECT reads and returns the descriptor, which the caller closes.
+        """Opens the disk for O_DIRECT reads. Raises DiskClosed if it may not be read or has no node here.
 
-        That is the only way to learn whether it may be read: a container's device rules can refuse what the mode of the
-        node allows.
-
-        Raises:
-            DiskClosed: it may not be read, or has no node here. The message includes the remedy.
+        That is the only way to learn it: a container's device rules can refuse what the mode of the node allows.
         """
         try:
             return os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -159,28 +137,16 @@ class Disk:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """A mounted file system whose files can be read from the disk below it.
+    """A mounted file system whose files can be read from the disk below it."""
 
-    Attributes:
-        kind: ``ext4`` or ``xfs``.
-        start: its first byte on the disk, 0 without a partition.
-        device: ``st_dev`` of its files.
-        realtime: whether files may lie on a separate realtime device (XFS).
-    """
-
-    kind: str
+    kind: str  # ext4 or xfs
     disk: Disk
-    start: int
-    device: int
-    realtime: bool
+    start: int  # its first byte on the disk, 0 without a partition
+    device: int  # st_dev of its files
 
     @classmethod
     def of(cls, fd: int, path: str) -> FileSystem:
-        """The file system of an open file or folder.
-
-        Raises:
-            NotMappable: its files cannot be read from the device; the message says why.
-        """
+        """The file system of an open file or folder. Raises NotMappable if its files cannot be read from a device."""
         mount, device = _mount_of(fd), os.fstat(fd).st_dev
         kind, folder = mount.kind, _sysfs(device)
         if kind not in _UUID_AT:
@@ -191,9 +157,10 @@ class FileSystem:
         in_force = options.read_text().split() if options.exists() else []
         if kind == "ext4" and "data=journal" in [*mount.options.split(","), *in_force]:
             raise _refusal(path, "it is on ext4 mounted with data=journal: a sync leaves data in the journal")
-        realtime = kind == "xfs" and _xfs_realtime_blocks(fd) > 0
+        if kind == "xfs" and _xfs_realtime_blocks(fd):
+            raise _refusal(path, "it is on an XFS with a realtime device, on which its files may lie")
         whole, start = _whole(folder)
-        return cls(kind, _disk(whole, path), start, device, realtime)
+        return cls(kind, _disk(whole, path), start, device)
 
 
 class MountedFileSystems:
@@ -212,7 +179,6 @@ class MountedFileSystems:
             self.forget()
 
     def forget(self) -> None:
-        """Empties the cache."""
         self._known.clear()
         self._uuids.clear()
 
@@ -260,11 +226,16 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
     for mark, layer in (("dm", "device-mapper (LVM, LUKS…)"), ("bcache", "bcache")):
         if (folder / mark).is_dir():
             raise _refusal(path, f"it is on {folder.name}, {layer}: its blocks lie elsewhere on the disks below")
+
+    def member_at(device: Path) -> tuple[Disk, int]:
+        whole, start = _whole(device)
+        return _disk(whole, path, member=True), start
+
     array: Raid0 | None = None
     members: tuple[Disk, ...] = ()
     try:
         if (folder / "md").is_dir() and not member:
-            array, members = array_in(folder / "md", lambda device: _member(device, path))
+            array, members = array_in(folder / "md", member_at)
         elif any((folder / "slaves").glob("*")):
             raise _refusal(path, f"it is on {folder.name}, which is made of other devices: its blocks lie elsewhere")
         return Disk(
@@ -280,17 +251,8 @@ def _disk(folder: Path, path: str, *, member: bool = False) -> Disk:
         raise _refusal(path, f"it is on {folder.name}, an md array, and where its bytes lie is not certain: {e}") from e
 
 
-def _member(device: Path, path: str) -> tuple[Disk, int]:
-    folder, start = _whole(device)
-    return _disk(folder, path, member=True), start
-
-
 def disk_of(device: int, path: str) -> Disk:
-    """The whole disk with this device number (``st_rdev`` of its node).
-
-    Raises:
-        NotMappable: it is a partition, an array, or made of other devices.
-    """
+    """The whole disk with this ``st_rdev``. Raises NotMappable for a partition, and what is made of other devices."""
     folder = _sysfs(device)
     if (folder / "partition").exists():
         whole = folder.resolve().parent.name
@@ -332,10 +294,12 @@ def look(fd: int, size: int) -> bytes:
 def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> list[Extent]:
     """The extents of the first ``size`` bytes of an open file, in order, from the result of :func:`look`.
 
-    Raises:
-        NotMappable: an extent, or the file, cannot be read from the device; the message says why.
+    Raises NotMappable, with the reason, if an extent or the file cannot be read from the device.
     """
-    _check_inode(fd, fs, path)
+    if fs.kind == "ext4":
+        inode = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
+        if inode & _REFUSED_FLAGS:
+            raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if inode & bit))
     block = fs.disk.block_size
     end = -(-size // block) * block
     extents: list[Extent] = []
@@ -355,22 +319,8 @@ def extents_in(answer: bytes, fd: int, size: int, fs: FileSystem, path: str) -> 
     return extents
 
 
-def _check_inode(fd: int, fs: FileSystem, path: str) -> None:
-    if fs.kind == "xfs":
-        if fs.realtime and struct.unpack_from("=I", fcntl.ioctl(fd, _FSGETXATTR, bytes(28)))[0] & _XFS_REALTIME:
-            raise _refusal(path, "it is on the realtime device of its XFS")
-        return
-    flags = struct.unpack_from("=I", fcntl.ioctl(fd, _GETFLAGS, bytes(8)))[0]
-    if flags & _REFUSED_FLAGS:
-        raise _refusal(path, next(why for bit, why in _REFUSED_INODES.items() if flags & bit))
-
-
 def runs(extents: Sequence[Extent], start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
-    """Where the bytes ``start`` to ``end`` of a file lie.
-
-    Yields:
-        ``(from, to, first byte on the disk)``; the place of a hole is None.
-    """
+    """Where the bytes ``start`` to ``end`` of a file lie: from, to, and first byte on the disk, None for a hole."""
     first = max(bisect_right(extents, start, key=lambda extent: extent.offset) - 1, 0) if len(extents) > 1 else 0
     for extent in extents[first:]:
         if start >= end or extent.offset >= end:
@@ -407,11 +357,8 @@ def transfers(
         in_place = direct and place % block == 0 and (base + at) % block == 0
         left, tail = stop - begin, (stop - begin) % block
         if in_place and tail and (room if stop == end else 0) < block - tail:
-            if left <= limits.DETOUR_BYTES:
-                in_place = False
-            else:
-                left -= tail
-                yield at + left, tail, place + left, False
+            left -= tail
+            yield at + left, tail, place + left, False
         done = 0
         while done < left:
             piece = min(most - (place + done) % block, left - done)

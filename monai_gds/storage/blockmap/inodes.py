@@ -36,16 +36,10 @@ class Inode(NamedTuple):
 
 @dataclass(frozen=True)
 class InodeTable:
-    """The inodes of one file system.
+    """The inodes of one file system."""
 
-    Attributes:
-        nbytes: bytes of an inode.
-        place: first byte of an inode by its number, from the start of the file system; None for one that it lacks.
-        parse: reads an inode's bytes.
-    """
-
-    nbytes: int
-    place: Callable[[int], int | None]
+    nbytes: int  # of an inode
+    place: Callable[[int], int | None]  # first byte of an inode by its number; None for one that it lacks
     parse: Callable[[bytes], Inode]
 
 

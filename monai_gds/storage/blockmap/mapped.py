@@ -30,9 +30,6 @@ from monai_gds.storage.reads import Reads
 #: Starts reads, as :meth:`monai_gds.storage.backend.Backend.start` does.
 Start: TypeAlias = Callable[[Reads, Sequence[torch.Tensor]], Pending]
 
-#: A file ends in the last block of its file system. Those of ext4 and XFS have 4 KiB on most machines.
-_LARGEST_BLOCK = 4096
-
 _UNNOTICED = (
     "the block map has no checksums: bytes that were moved or damaged since it was made are read without an error; "
     "`monai-gds blockmap build --checksums` stores them"
@@ -53,17 +50,12 @@ class WholeDisk(str):
     __slots__ = ()
 
 
-def lookup(blocks: BlockMap, path: str, *, by_end: bool = False) -> FileBlocks:
-    """A file's entry in a map; see :meth:`BlockMap.find`.
-
-    Raises:
-        NotMappable: it could not be mapped; the message says why.
-        FileNotFoundError: the map lacks it.
-    """
+def lookup(blocks: BlockMap, path: str) -> FileBlocks:
+    """A file's entry in a map. Raises NotMappable if it could not be mapped, FileNotFoundError if the map lacks it."""
     try:
-        return blocks.find(path, by_end=by_end)
+        return blocks[path]
     except KeyError as e:
-        why = blocks.why_not(path, by_end=by_end)
+        why = blocks.why_not(path)
         if why is not None:
             raise NotMappable(errno.EOPNOTSUPP, why, path) from e
         raise FileNotFoundError(errno.ENOENT, str(e.args[0]), path) from e
@@ -84,25 +76,8 @@ class MappedFiles:
             warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=6)
 
     def entry(self, path: str, expected: Expected, device: int = 0) -> FileBlocks:
-        """A file's entry, with its exact size if only the caller knows that.
-
-        Args:
-            path: the file.
-            expected: what it must be. A plain map rounds sizes up to blocks, so there it may be a smaller size.
-            device: what counts as its ``st_dev``.
-
-        Raises:
-            FileChanged: it is not as expected.
-            OSError: see :func:`lookup`.
-        """
+        """A file's entry. ``device`` counts as its ``st_dev``. Raises as :func:`lookup`, and FileChanged."""
         blocks = lookup(self._map, path)
-        if blocks.inode is None and isinstance(expected, int):
-            if not blocks.size - _LARGEST_BLOCK < expected <= blocks.size:
-                raise FileChanged(
-                    f"{path} has {expected} bytes where it was listed, and the plain map has {blocks.size} in whole "
-                    "blocks: that is another file; BlockMap.load(map, parent=…) names the folder that was mapped"
-                )
-            return blocks._replace(size=expected)
         check_identity(expected, identity(blocks, device), path)
         return blocks
 
@@ -121,7 +96,9 @@ class MappedFiles:
             failed.fail_all(e)
             failed.finish()
             return failed
-        whole = _read_whole(reads, entries)
+        # Reads of a whole file whose checksum the map has.
+        sizes = [-1 if entry is None or entry.checksum is None else entry.size for entry in entries]
+        whole = np.flatnonzero((reads.offset == 0) & (reads.nbytes == np.array(sizes, np.int64)[reads.file]))
         if inodes is None and not len(whole):
             return start(reads, into)
 
@@ -201,12 +178,6 @@ def _change(entry: FileBlocks, inode: bytes, table: InodeTable) -> str | None:
     if now.size != entry.size:
         return f"its size changed from {entry.size} to {now.size} bytes"
     return None if now.mtime_ns == entry.mtime_ns else "it was written to or replaced"
-
-
-def _read_whole(reads: Reads, entries: Sequence[FileBlocks | None]) -> np.ndarray:
-    """Indices of the reads that cover a whole file for which the map has a checksum."""
-    sizes = np.array([-1 if entry is None or entry.checksum is None else entry.size for entry in entries], np.int64)
-    return np.flatnonzero((reads.offset == 0) & (reads.nbytes == sizes[reads.file]))
 
 
 def _compared(

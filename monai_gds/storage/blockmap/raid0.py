@@ -24,15 +24,10 @@ ORIGINAL, ALTERNATE = 1, 2
 
 @dataclass(frozen=True)
 class Part:
-    """An array's data on one of its members.
+    """An array's data on one of its members."""
 
-    Attributes:
-        start: their first byte on the whole disk.
-        nbytes: how many there are, in whole chunks.
-    """
-
-    start: int
-    nbytes: int
+    start: int  # their first byte on the whole disk
+    nbytes: int  # how many there are, in whole chunks
 
 
 class _Zone(NamedTuple):
@@ -43,20 +38,11 @@ class _Zone(NamedTuple):
 
 @dataclass(frozen=True)
 class Raid0:
-    """An array.
+    """An array. Raises ValueError if no array is like that, or its layout is not certain."""
 
-    Attributes:
-        chunk: bytes that lie on one member before it is the next one's turn.
-        layout: see the module; of no meaning where all members have one size.
-        parts: of each member, in their order.
-
-    Raises:
-        ValueError: no array is like that, or its layout is not certain.
-    """
-
-    chunk: int
-    layout: int
-    parts: tuple[Part, ...]
+    chunk: int  # bytes that lie on one member before it is the next one's turn
+    layout: int  # see the module; of no meaning where all members have one size
+    parts: tuple[Part, ...]  # of each member, in their order
 
     def __post_init__(self) -> None:
         sizes = {part.nbytes for part in self.parts}
@@ -97,14 +83,10 @@ class Raid0:
 
 
 def array_in(folder: Path, whole: Callable[[Path], tuple[D, int]]) -> tuple[Raid0, tuple[D, ...]]:
-    """The array that a folder of sysfs describes, and the disks of its members.
+    """The array that the folder ``md`` of a block device in sysfs describes, and the disks of its members.
 
-    Args:
-        folder: the folder ``md`` of a block device.
-        whole: the whole disk of a block device in sysfs, and where the device begins on it.
-
-    Raises:
-        ValueError: it is not a RAID0, or where its bytes lie is not certain; the message says why.
+    ``whole`` returns the whole disk of a block device in sysfs, and where the device begins on it. Raises ValueError if
+    it is not a RAID0, or if where its bytes lie is not certain; the message says why.
     """
 
     def number(name: str) -> int:

@@ -28,7 +28,7 @@ A saved map is one JSON object, from paths to blocks::
 * ``folders`` lists all folders. One without files appears nowhere else, but may be a class that takes a label.
 * ``unmapped`` lists the files whose bytes cannot be read from the disk, and why.
 * Without ``__blockmap__`` it is the plain format of the comparison of DALI and xNVMe: blocks of 512 bytes, no sizes, no
-  checksums. :meth:`BlockMap.load` reads it, and :meth:`BlockMap.save` writes it with ``plain=True``.
+  checksums. :meth:`BlockMap.load` reads it, and :meth:`BlockMap.plain` makes one.
 * ``folders``, ``unmapped`` and ``wsum64`` may be missing, as in older maps.
 """
 
@@ -52,10 +52,6 @@ VERSION = 1
 HEADER = "__blockmap__"  # not a path: those contain a slash
 PLAIN_BLOCK = 512
 _CHECKSUM = "wsum64"
-_PLAIN = "startblock", "endblock"  # all that a plain map holds of a file
-
-#: Why :func:`fits_plain` refuses a file.
-NOT_PLAIN = "is empty, has holes or has several extents, which a plain map cannot hold"
 
 
 class FileBlocks(NamedTuple):
@@ -131,36 +127,21 @@ class FileBlocks(NamedTuple):
 
 
 class Unmapped(NamedTuple):
-    """A file whose bytes cannot be read from the disk.
+    """A file whose bytes cannot be read from the disk."""
 
-    Attributes:
-        size: its bytes.
-        why: the reason, and the remedy if there is one.
-    """
-
-    size: int
-    why: str
+    size: int  # its bytes
+    why: str  # the reason, and the remedy if there is one
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a map was made: the folder that its paths are relative to, and its file system on the disk.
-
-    Attributes:
-        uuid: UUID of the file system, by which a disk is recognised.
-        start: first byte of the file system on the disk.
-    """
+    """Where a map was made: the folder that its paths are relative to, and its file system on the disk."""
 
     parent: str
     kind: str
-    uuid: str
-    start: int
+    uuid: str  # of the file system, by which a disk is recognised
+    start: int  # first byte of the file system on the disk
     disk: Disk
-
-
-def fits_plain(blocks: FileBlocks) -> bool:
-    """Whether a plain map can hold a file."""
-    return not set(_PLAIN) - blocks.to_json(PLAIN_BLOCK).keys()
 
 
 class Saved(NamedTuple):
@@ -171,17 +152,10 @@ class Saved(NamedTuple):
     folders: Sequence[str] = ()
     unmapped: Mapping[str, Unmapped] = MappingProxyType({})
 
-    def write(self, file: str | os.PathLike[str], *, plain: bool) -> None:
-        """Writes the map; see :meth:`.block_map.BlockMap.save`."""
-        block = PLAIN_BLOCK if plain or self.origin is None else self.origin.disk.block_size
+    def write(self, file: str | os.PathLike[str]) -> None:
+        block = PLAIN_BLOCK if self.origin is None else self.origin.disk.block_size
         entries = {path: blocks.to_json(block) for path, blocks in self.files.items()}
-        if plain:
-            if self.origin is not None and self.origin.disk.array is not None:
-                raise BlockMapError(f"{self.origin.disk.path} is an array of drives, and a plain map cannot say so")
-            for path in (path for path, blocks in self.files.items() if not fits_plain(blocks)):
-                raise BlockMapError(f"{path} {NOT_PLAIN}: plain_part() leaves it out")
-            entries = {path: {key: entry[key] for key in _PLAIN} for path, entry in entries.items()}
-        elif self.origin is not None:
+        if self.origin is not None:
             known = {"version": VERSION, "block_size": block, **asdict(self.origin)}
             unmapped = {path: entry._asdict() for path, entry in self.unmapped.items()}
             entries = {HEADER: {**known, "folders": self.folders, "unmapped": unmapped}, **entries}
@@ -195,13 +169,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def read(cls, file: str | os.PathLike[str]) -> Saved:
-        """Reads a map.
-
-        Raises:
-            BlockMapError: it has a newer format, or contradicts itself.
-            ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError: it is not a map.
-            OSError: it cannot be read.
-        """
+        """Reads a map. Raises whatever JSON of another form leads to, and BlockMapError for a newer format."""
         entries = json.loads(Path(file).read_bytes())
         header = entries.pop(HEADER, None)
         if header is None:

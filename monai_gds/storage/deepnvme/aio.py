@@ -112,27 +112,12 @@ def _new_handle(module: ModuleType, settings: Settings) -> Any:
             if _queues() - before >= needed:
                 return handle
             del handle
-    _check_permission()
-    limit = _AIO_MAX.read_text().strip()
     raise StorageError(
         errno.EAGAIN,
-        f"the kernel has no room for {needed} more queues of {settings.queue_depth} transfers (fs.aio-max-nr is "
-        f"{limit} for the whole machine): use a smaller queue_depth or fewer threads, or raise it with sysctl",
+        f"the kernel gives no {needed} more queues of {settings.queue_depth} transfers (fs.aio-max-nr is "
+        f"{_AIO_MAX.read_text().strip()} for the whole machine): use a smaller queue_depth or fewer threads, or raise "
+        "it with sysctl; in a container whose filter of system calls forbids io_setup, allow it or use backend='posix'",
     )
-
-
-def _check_permission() -> None:
-    """Raises StorageError if no process of this kind may have a queue, however small."""
-    libaio, context = ctypes.CDLL("libaio.so.1"), ctypes.c_void_p()  # DeepSpeed's operator has loaded it
-    code = -libaio.io_setup(1, ctypes.byref(context))
-    if not code:
-        libaio.io_destroy(context)
-    elif code != errno.EAGAIN:
-        raise StorageError(
-            code,
-            f"this process may not use libaio (io_setup: {os.strerror(code)}), as in a container whose filter of "
-            "system calls forbids it: allow it there, or use backend='posix'",
-        )
 
 
 def _queues() -> int:

@@ -186,13 +186,10 @@ def probe(operator: Operator) -> Availability:
 
 
 def build_ahead(say: Callable[[str], None]) -> list[Path]:
-    """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``; ``say`` gets one line per step.
+    """Builds what this machine can use, for ``monai-gds doctor --build deepnvme``, and returns the directories.
 
-    Returns:
-        The directories of the built operators.
-
-    Raises:
-        BackendUnavailable: deepspeed or a tool is missing, or the compiler failed; its last lines are in the message.
+    ``say`` gets one line per step. Raises BackendUnavailable if deepspeed or a tool is missing, or with the compiler's
+    last lines.
     """
     done = [build("aio", say)]
     can_gds = probe("gds")
@@ -204,12 +201,9 @@ def build_ahead(say: Callable[[str], None]) -> list[Path]:
 
 
 def build(operator: Operator, say: Callable[[str], None] | None = None) -> Path:
-    """Builds the operator unless that is done already, or another process does it first. Returns its directory.
+    """Builds the operator unless that is done, or another process does it first, and returns its directory.
 
-    ``say`` gets one line per step. By default each step of a build is a warning.
-
-    Raises:
-        BackendUnavailable: see :func:`build_ahead`.
+    ``say`` gets one line per step. By default each step of a build is a warning. Raises as :func:`build_ahead`.
     """
     name, target = _MODULE[operator], build_directory(operator)
     if built(operator):
@@ -278,11 +272,8 @@ def _run_child(operator: Operator, work: Path, log: Path) -> int:
                 child.wait()
 
 
-def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
-    """Runs in the child: has DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set.
-
-    ``joined`` means two units. If they do not compile, each file is tried by itself.
-    """
+def _compile_here(operator: Operator, work: Path) -> None:
+    """Runs in the child: has DeepSpeed compile into ``TORCH_EXTENSIONS_DIR``, which the parent has set."""
     end_with_parent()
     import torch.utils.cpp_extension  # noqa: F401  # with CUDA, DeepSpeed relies on somebody having imported it
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
@@ -290,7 +281,9 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
     builder: Any = AsyncIOBuilder() if operator == "aio" else GDSBuilder()
     _copy_source(Path(builder.deepspeed_src_path("csrc")), work / "csrc")
     files = [*(path for path in builder.sources() if path != _ALLOCATOR_CLIENT), *_ALLOCATOR]
-    units = _units(files) if joined else [[path] for path in files]
+    # Files that we change, and one whose names clash with the others, are a unit of their own.
+    apart = [path for path in files if path in _CHANGES or path.endswith("/deepspeed_aio_types.cpp")]
+    units = [apart, [path for path in files if path not in apart]]
     sources = [work / f"unit{number}.cpp" for number in range(len(units))]
     for path, members in zip(sources, units, strict=True):
         path.write_text("\n".join([*_HEADS[operator], *(_include(work, member) for member in members), ""]))
@@ -302,18 +295,8 @@ def _compile_here(operator: Operator, work: Path, *, joined: bool) -> None:
     try:
         builder.jit_load(verbose=True)
     except Exception as e:
-        if joined and (work / _MODULE[operator]).is_dir():  # it began to compile
-            print("two units do not compile; trying each file by itself", flush=True)
-            shutil.rmtree(work / _MODULE[operator])
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, operator, str(work), "single"])
         # a traceback would push the compiler's lines out of sight
         sys.exit(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
-
-
-def _units(files: list[str]) -> list[list[str]]:
-    """The files that are compiled together: those we change, and one whose names clash with the others; the others."""
-    apart = [path for path in files if path in _CHANGES or path.endswith("/deepspeed_aio_types.cpp")]
-    return [apart, [path for path in files if path not in apart]]
 
 
 def _include(work: Path, path: str) -> str:
@@ -332,29 +315,23 @@ def _copy_source(csrc: Path, to: Path) -> None:
 def load(operator: Operator) -> ModuleType:
     """The operator's module (``async_io`` has ``aio_handle``, ``gds`` has ``gds_handle``), compiled first if need be.
 
-    Raises:
-        BackendUnavailable: it cannot be built (see :func:`build_ahead`), or the built library cannot be loaded.
+    Raises BackendUnavailable if it cannot be built or loaded.
     """
     with _loading():
         if operator not in _loaded:
             build(operator)
-            _loaded[operator] = _import_library(operator)
+            path = _library(operator)
+            try:
+                spec = importlib.util.spec_from_file_location(_MODULE[operator], path)
+                assert spec is not None and spec.loader is not None, "its name ends in .so"
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            except (ImportError, OSError) as e:
+                found = f"DeepSpeed's {path.stem} was built but cannot be loaded: {e}"
+                raise BackendUnavailable(f"{found}; remove {path.parent} and run `{_AHEAD}`") from e
+            _loaded[operator] = module
         return _loaded[operator]
 
 
-def _import_library(operator: Operator) -> ModuleType:
-    path = _library(operator)
-    try:
-        spec = importlib.util.spec_from_file_location(_MODULE[operator], path)
-        assert spec is not None and spec.loader is not None, "its name ends in .so"
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except (ImportError, OSError) as e:
-        raise BackendUnavailable(
-            f"DeepSpeed's {path.stem} was built but cannot be loaded: {e}; remove {path.parent} and run `{_AHEAD}`"
-        ) from e
-    return module
-
-
 if __name__ == "__main__":
-    _compile_here("gds" if sys.argv[1] == "gds" else "aio", Path(sys.argv[2]), joined=sys.argv[3:] != ["single"])
+    _compile_here("gds" if sys.argv[1] == "gds" else "aio", Path(sys.argv[2]))

@@ -22,7 +22,7 @@ class Lane(ABC):
 
     @property
     def dead(self) -> bool:
-        """Whether the engine has ended, so that the lane must be closed and not used again."""
+        """Whether the engine has ended: then the lane is closed."""
         return False
 
     @property
@@ -36,10 +36,9 @@ class Lane(ABC):
 
     @abstractmethod
     def transfer(self, verb: Verb, fd: int, offset: int, memory: torch.Tensor) -> None:
-        """Reads into ``memory`` or writes it, from byte ``offset`` of the open file ``fd``.
+        """Reads a part of ``buffer``, or a tensor that the engine ``reaches``, or writes it, from ``offset`` of a file.
 
-        ``memory`` is a part of ``buffer``, or a tensor that the engine ``reaches``. Raises StorageError where the
-        engine is known to have failed.
+        Raises StorageError where the engine is known to have failed.
         """
 
     @abstractmethod

@@ -78,7 +78,14 @@ class Settings:
             ValueError: it holds something else.
             OSError: the file cannot be read.
         """
-        values = found if isinstance(found, Mapping) else _json_in(Path(found))
+        if isinstance(found, Mapping):
+            values = found
+        else:
+            text = Path(found).read_text()
+            try:
+                values, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+            except ValueError:
+                raise ValueError(f"{os.fspath(found)} holds no JSON: expected the output of ds_nvme_tune") from None
         inner = values.get("aio", values)
         if not isinstance(inner, Mapping):
             raise ValueError(f"tuned: expected settings by name, not {inner!r}")
@@ -87,12 +94,3 @@ class Settings:
         if unknown:
             raise ValueError(f"tuned: unknown setting {unknown[0]!r}; there are {[f.name for f in fields(cls)]}")
         return cls(**{key: {"true": True, "false": False}.get(value, value) for key, value in named.items()})
-
-
-def _json_in(path: Path) -> Mapping[str, Any]:
-    text = path.read_text()
-    try:
-        values, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
-    except ValueError:
-        raise ValueError(f"{path} holds no JSON: expected the output of ds_nvme_tune") from None
-    return dict(values)

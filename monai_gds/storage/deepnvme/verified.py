@@ -60,7 +60,7 @@ def _first_words(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def mark_unread(buffer: torch.Tensor) -> int:
-    """Marks each sector of a buffer, whole ones, as not read yet. Returns the mark, for :func:`find_unread`."""
+    """Marks each sector of a buffer as not read yet. Returns the mark, for :func:`find_unread`."""
     mark = int.from_bytes(secrets.token_bytes(8), "little", signed=True)
     _first_words(buffer).fill_(mark)
     return mark

@@ -30,9 +30,8 @@ from monai_gds.storage.files import Expected, FileId
 class PinnedFile:
     """A whole file, registered until nothing refers to this object.
 
-    Raises:
-        OSError: it is another file, is not wholly in the page cache, or cannot be mapped.
-        RuntimeError: CUDA refused.
+    Raises OSError if it is another file, is not wholly in the page cache, or cannot be mapped, and RuntimeError if CUDA
+    refused.
     """
 
     __slots__ = ("_address", "_process", "file")
@@ -61,11 +60,7 @@ class PinnedFile:
         return files.whole_pages(self.file.size)
 
     def copy(self, offsets: Sequence[int], dests: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Copies parts of the file to CUDA tensors on the copy stream, and waits for the copies without using the CPU.
-
-        Raises:
-            RuntimeError: CUDA refused.
-        """
+        """Copies parts of the file to CUDA tensors on the copy stream, and waits for that without using the CPU."""
         stream = staging.copy_stream(device)
         with torch.cuda.stream(stream):
             for offset, dest in zip(offsets, dests, strict=True):

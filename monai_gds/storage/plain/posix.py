@@ -136,16 +136,16 @@ class PosixBackend(BlockingBackend):
             if pinned is not None and (group.offset + group.nbytes).max() <= expected.size:
                 pinned.copy(group.offset.tolist(), group.parts(into), self.device)
                 files.check_identity(expected, FileId.of(path), path)
-                opened.not_opened([file] * len(group))
+                opened.recount([file], -len(group))
                 return
         except OSError as e:
-            opened.not_opened([file] * len(group))
+            opened.recount([file], -len(group))
             pending.fail(file, naming_file(e, path))
             return
         pieces = [group]
         if group.nbytes.max() > self.piece_bytes:  # it was registered when the reads were cut
             small = plan.cut(group, self.piece_bytes)
-            opened.cut(file, len(small) - len(group))
+            opened.recount([file], len(small) - len(group))
             pieces = [small[n : n + 1] for n in range(len(small))]
         for piece in pieces:
             super()._do(piece, into, opened, pending)
@@ -170,7 +170,7 @@ class PosixBackend(BlockingBackend):
             left = read_small_files(ring, group, into, at_once=at_once)
             if not at_once:
                 self.latency.note((time.perf_counter() - begin) / len(group))
-            opened.not_opened(np.delete(group.file, left).tolist() if len(left) else group.file.tolist())
+            opened.recount(np.delete(group.file, left).tolist(), -1)
             if not len(left):
                 return
             group = group[left]  # plain calls find out what is wrong

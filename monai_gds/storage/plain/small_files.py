@@ -34,21 +34,8 @@ def ring_of_this_thread() -> Ring | None:
 def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor], *, at_once: bool = False) -> np.ndarray:
     """Reads one part of each file into host memory, all in one call: at most ``limits.RING_FILES`` files.
 
-    Args:
-        ring: this thread's.
-        reads: one of each file.
-        into: the destinations.
-        at_once: see :meth:`Ring.read`.
-
-    Returns:
-        Indices of the reads that were not done, or whose file is not the expected one. Plain calls find out why.
+    Returns indices of the reads that were not done, or whose file is not the expected one. Plain calls find out why.
     """
-    try:
-        paths = [os.fsencode(reads.paths[file]) for file in reads.file.tolist()]
-    except ValueError:
-        return np.arange(len(reads))
-    if b"\0" in b"".join(paths):
-        return np.arange(len(reads))
     expected = [reads.expected[file] for file in reads.file.tolist()]
     sizes = np.array([-1 if e is None or isinstance(e, FileId) else int(e) for e in expected], np.int64)
     sized = sizes >= 0
@@ -58,7 +45,11 @@ def read_small_files(ring: Ring, reads: Reads, into: Sequence[torch.Tensor], *, 
     identified = any(isinstance(e, FileId) for e in expected)
     # Where asking takes long too, the kernel's threads do it, and not this one with the interpreter's lock.
     states = bytearray(STATE_SIZE * len(reads)) if identified and at_once else None
-    got = ring.read(paths, reads.offset, reads.nbytes + more, base + reads.start, at_once=at_once, states=states)
+    try:
+        paths = [os.fsencode(reads.paths[file]) for file in reads.file.tolist()]
+        got = ring.read(paths, reads.offset, reads.nbytes + more, base + reads.start, at_once=at_once, states=states)
+    except ValueError:  # no path is like that
+        return np.arange(len(reads))
     wrong = (got != reads.nbytes) | (more != sized)
     if identified:
         # The file that the path names now is the one that was read, if it is the expected one.

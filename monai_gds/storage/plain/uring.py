@@ -67,9 +67,6 @@ def _call(number: int, *arguments: object) -> int:
 class Ring:
     """An io_uring for one thread.
 
-    Attributes:
-        broken: whether the kernel has refused commands. Nothing is read with it any more.
-
     Raises:
         OSError: the kernel has no io_uring, is too old (before 5.17), does not let this process have one, as in many
             containers, or the processor is not an x86-64.
@@ -77,7 +74,7 @@ class Ring:
 
     def __init__(self) -> None:
         self._fd = -1
-        self.broken = False
+        self.broken = False  # whether the kernel has refused commands: nothing is read with it any more
         # Head and tail are shared with the kernel on other cores. Python has no memory barriers, and x86-64 keeps loads
         # in order without them. On a processor that does not, a completion could be read before it is there.
         if platform.machine() != "x86_64":
@@ -133,10 +130,7 @@ class Ring:
         There are at most ``limits.RING_FILES`` files. The caller keeps the memory at the addresses until then.
 
         Args:
-            paths: the files.
-            offsets: first byte of each.
-            sizes: bytes of each.
-            addresses: where they go.
+            paths, offsets, sizes, addresses: the files, first byte and bytes of each, and where they go.
             at_once: has a thread of the kernel's open and read each file. Otherwise the kernel opens a file whose path
                 it remembers in the calling thread, one after another, which is cheapest where nothing has to wait.
             states: gets a ``struct statx`` per file: the state of what the path names once it was read. Zeros of one
@@ -144,7 +138,7 @@ class Ring:
 
         Returns:
             Bytes read of each, or a negative errno, int32 (files,). A short read does not mean that the file has ended.
-            If the kernel refuses, that is its error for every file, and the ring is :attr:`broken`.
+            If the kernel refuses, that is its error for every file, and the ring is ``broken``.
 
         Raises:
             ValueError: a path holds a null byte.

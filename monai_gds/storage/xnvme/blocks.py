@@ -100,7 +100,7 @@ class BlockBackend(QueueBackend):
             if self._setup.blockmap is not None:
                 now = FileBlocks(st.st_size, tuple(extents), st.st_ino, st.st_mtime_ns)
                 try:
-                    lookup(self._setup.blockmap, path, by_end=True).check(now, path)
+                    lookup(self._setup.blockmap, path).check(now, path)
                 except FileNotFoundError as e:
                     raise StorageError(e.errno, e.strerror, path) from e
             on_error.pop_all()
@@ -318,22 +318,15 @@ class XnvmeBlockBackend(BlockBackend):
 
 
 class _File(NamedTuple):
-    """An open file.
-
-    Attributes:
-        drives: those that it lies on, one for each member of the array.
-        array: None where it lies on one drive.
-        fd: -1 where no file system is mounted.
-        answer: the result of :func:`.extents.look`.
-    """
+    """An open file."""
 
     path: str
     size: int
     extents: Sequence[Extent]
-    drives: Sequence[Drive]
-    array: Raid0 | None = None
-    fd: int = -1
-    answer: bytes = b""
+    drives: Sequence[Drive]  # those that it lies on, one for each member of the array
+    array: Raid0 | None = None  # None where it lies on one drive
+    fd: int = -1  # -1 where no file system is mounted
+    answer: bytes = b""  # the result of look()
 
     def on_drives(self, place: int, nbytes: int) -> Iterable[tuple[Drive, int, int]]:
         """Where bytes of its disk or array lie: drive, first byte there, how many."""
@@ -380,7 +373,7 @@ class _Transfer:
         return self._drive.queue.read(self, self._block, self._count, self._address)
 
     def finish(self, done: Completion) -> None:
-        """Handles the completion, and copies the bytes out of the bounce buffer if there is one."""
+        """Takes the completion, and copies the bytes out of the bounce buffer if there is one."""
         try:
             self._drive.check(done, self._block, self._count)
         except StorageError:
@@ -393,7 +386,7 @@ class _Transfer:
             self._drive.bounce.deliver(self._bounce, self._skip, dest)
 
     def drop_bounce(self) -> None:
-        """Gives back the bounce buffer, if there is one, of a transfer that failed or was not issued."""
+        """For a transfer that failed or was not issued."""
         bounce, self._bounce = self._bounce, None
         if bounce is not None:
             self._drive.bounce.give_back(bounce)

@@ -67,7 +67,6 @@ class BounceBuffers:
         return made
 
     def give_back(self, bounce: Bounce) -> None:
-        """Takes back a buffer, to be filled again once its ``copied`` is over."""
         self._free.append(bounce)
 
     def deliver(self, bounce: Bounce, skip: int, dest: torch.Tensor) -> None:
@@ -85,7 +84,6 @@ class BounceBuffers:
         self.give_back(bounce._replace(copied=copied))
 
     def close(self) -> None:
-        """Frees the buffers."""
         while self._free:
             self._free_one(self._free.pop())
 

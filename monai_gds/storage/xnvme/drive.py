@@ -56,22 +56,16 @@ class Setup:
     """How devices are opened: the options of :class:`.blocks.XnvmeBlockBackend`, checked, and what follows from them.
 
     Disk, block map and library are found and loaded when the backend is opened.
-
-    Attributes:
-        disk: the disk that ``uri`` names; None without one, and for a driver in user space.
-        user_space: whether the drive is taken from the kernel, so that only a block map shows where files are.
-        reaches_gpu: whether commands may name memory of the GPU.
-        library: libxnvme; None where no command goes through it.
     """
 
     target: torch.device
     uri: str | None
     depth: int
-    user_space: bool
-    reaches_gpu: bool
-    disk: Disk | None = None
+    user_space: bool  # whether the drive is taken from the kernel, so that only a block map shows where files are
+    reaches_gpu: bool  # whether commands may name memory of the GPU
+    disk: Disk | None = None  # the one that uri names; None without one, and for a driver in user space
     blockmap: BlockMap | None = None
-    library: Library | None = None
+    library: Library | None = None  # None where no command goes through it
     be: str | None = None
     mem: str | None = None
     nsid: int | None = None
@@ -79,7 +73,6 @@ class Setup:
 
     @property
     def origin(self) -> Origin | None:
-        """Where the block map was made, if there is a map that records that."""
         return None if self.blockmap is None else self.blockmap.origin
 
     def interfaces(self, uri: str) -> tuple[str, ...]:
@@ -102,27 +95,18 @@ class Setup:
 class Drive:
     """One open device, with its command queue and its bounce buffers.
 
-    Attributes:
-        key: the number of the disk; None for a driver in user space.
-        block: bytes per logical block.
-        blocks: how many it has.
-        most: most bytes per command.
-        buffers: memory on a GPU that it reaches; None if it reaches host memory.
-        users: how many open files, and others, need it open.
-        broken: whether it gave an error. Then it is opened again once nobody uses it.
-
-    Raises:
-        StorageError: it cannot be opened, or is not the disk that the block map was made on.
+    Raises StorageError if it cannot be opened, or is not the disk that the block map was made on.
     """
 
     def __init__(self, uri: str, disk: Disk | None, setup: Setup) -> None:
-        self.uri, self.key = uri, disk.number if disk else None
-        self.users, self.broken = 0, False
-        self.buffers: GpuBuffers | None = None
+        self.uri, self.key = uri, disk.number if disk else None  # None for a driver in user space
+        self.users = 0  # open files, and others, that need it open
+        self.broken = False  # once it gave an error: then it is opened again when nobody uses it
+        self.buffers: GpuBuffers | None = None  # memory on a GPU that it reaches; None if it reaches host memory
         self.device, self.queue, self.bounce = self._open(disk, setup)
         self.block = self.device.block_size
         self.blocks = self.device.nbytes // self.block
-        self.most = most_bytes(self.device, disk)
+        self.most = most_bytes(self.device, disk)  # per command
         try:
             if disk is not None and self.block != disk.block_size:
                 why = f"xNVMe sees blocks of {self.block} bytes where the kernel sees {disk.block_size}"
@@ -162,10 +146,7 @@ class Drive:
         raise StorageError(errno.EIO, f"{where} gave {done.result} of {expected} bytes")
 
     def _check_uuid(self, origin: Origin) -> None:
-        """Raises StorageError unless the device holds the file system that was mapped.
-
-        If the file system cannot be read, that error is raised: the device is not taken for another one.
-        """
+        """Raises StorageError unless the device holds the file system that was mapped, or if that cannot be read."""
         inside = origin.start + ALIGNMENT <= self.device.nbytes
         found = uuid_in(self._read_head(origin.start)) if inside else None
         if found != origin.uuid:
@@ -241,7 +222,7 @@ class Drives:
         self._setup, self._class = setup, make
         self._open: dict[str | None, Drive] = {}  # by the number of the disk, None for a driver in user space
         self._mounted: MountedFileSystems | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[Drive]:
         return iter(list(self._open.values()))
@@ -249,13 +230,9 @@ class Drives:
     def of_file(self, fd: int, device: int, path: str) -> tuple[FileSystem, list[Drive]]:
         """The file system of an open file, whose ``st_dev`` is ``device``, and the drives to read it from.
 
-        These are that of its disk, or of an array those of the members, in their order.
-
-        The drives stay open until they are given to :meth:`release`.
-
-        Raises:
-            NotMappable: its files cannot be read from the device; the message says why.
-            StorageError: a device cannot be opened, or is not the one that this storage reads.
+        These are that of its disk, or of an array those of the members, in their order. They stay open until they are
+        given to :meth:`release`. Raises NotMappable, or StorageError if a device cannot be opened, or is not the one
+        that this storage reads.
         """
         with self._lock:
             if self._mounted is None:
@@ -272,15 +249,12 @@ class Drives:
                 for disk in fs.disk.drives:
                     drives.append(self._use(disk, path))
             except BaseException:
-                self._release(drives)
+                self.release(drives)
                 raise
             return fs, drives
 
     def check_array(self, fd: int, array: Raid0, path: str) -> None:
-        """Raises FileChanged if an open file's array is another one now: md reshapes arrays that are mounted.
-
-        NotMappable if it is being reshaped. No file is taken for one of the array of before again.
-        """
+        """Raises FileChanged if an open file's array is another one now, and NotMappable while md reshapes it."""
         now: Raid0 | None = None
         try:
             now = FileSystem.of(fd, path).disk.array
@@ -307,13 +281,10 @@ class Drives:
     def release(self, drives: Iterable[Drive]) -> None:
         """Ends one use of each. One that gave an error is closed with its last use, and opened again later."""
         with self._lock:
-            self._release(drives)
-
-    def _release(self, drives: Iterable[Drive]) -> None:
-        for drive in drives:
-            drive.users -= 1
-            if drive.broken and not drive.users:
-                self._close([drive])
+            for drive in drives:
+                drive.users -= 1
+                if drive.broken and not drive.users:
+                    self._close([drive])
 
     def give_up(self) -> None:
         """Gives up every drive with commands in flight: nobody will take their completions."""

@@ -97,22 +97,19 @@ class XnvmeBackend(BlockingBackend):
     def write(self, path: str, buffers: Sequence[Buffer], *, durable: bool, mode: int) -> None:
         nbytes = total_bytes(buffers)
         views = [as_bytes_view(buffer) for buffer in buffers]
+        offset = 0
         with new_file(path, nbytes, durable=durable, mode=mode) as fd:
             handle = _Handle(self._open_again(fd, path, self._library.options(rdonly=0, wronly=1)), path)
             try:
-                self._write_views(handle, views)
+                for view in views:
+                    array = np.frombuffer(view, dtype=np.uint8)
+                    while array.size:
+                        count = self._transfer("xnvme_file_pwrite", handle, array.ctypes.data, array.size, offset)
+                        if not count:
+                            raise StorageError(errno.EIO, f"wrote no byte at {offset}", path)
+                        array, offset = array[count:], offset + count
             finally:
                 self._close(handle)
-
-    def _write_views(self, handle: _Handle, views: Sequence[memoryview]) -> None:
-        offset = 0
-        for view in views:
-            array = np.frombuffer(view, dtype=np.uint8)
-            while array.size:
-                count = self._transfer("xnvme_file_pwrite", handle, array.ctypes.data, array.size, offset)
-                if not count:
-                    raise StorageError(errno.EIO, f"wrote no byte at {offset}", handle.path)
-                array, offset = array[count:], offset + count
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "library": self._library.describe()}

@@ -127,19 +127,14 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Library:
-    """A loaded libxnvme.
-
-    Attributes:
-        path: the file that was loaded.
-        api: its functions by xNVMe's names.
-        layout: ``0.7`` or ``next``: of its options, and of how its interfaces are named.
-    """
+    """A loaded libxnvme."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.path = _path_of(library)
+        #: ``0.7`` or ``next``: of its options, and of how its interfaces are named.
         self.layout = "0.7" if hasattr(library, "xnvme_be_attr_list_bundled") else "next"
         self._opts = xnvme_opts if self.layout == "0.7" else xnvme_opts_next
-        self.api: Any = library
+        self.api: Any = library  # its functions by xNVMe's names
         room = (self._opts * 8)()  # a library with larger options than declared writes into what follows
         opts = room[0]
         self.api.xnvme_opts_set_defaults(ctypes.byref(opts))
@@ -160,10 +155,7 @@ class Library:
         return opts
 
     def open(self, function: str, path: str, opts: Any, *, named: str = "") -> Any:
-        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, with xNVMe's errno, if it gave nothing.
-
-        The error names the file ``named``, or ``path``.
-        """
+        """``xnvme_dev_open`` or ``xnvme_file_open``. Raises StorageError, which names ``named`` or ``path``."""
         ctypes.set_errno(0)
         handle = getattr(self.api, function)(ctypes.create_string_buffer(os.fsencode(path)), ctypes.byref(opts))
         if not handle:
@@ -188,7 +180,6 @@ class Library:
         return f"{interface}_bdev" if interface in KERNEL_INTERFACES else interface
 
     def describe(self) -> str:
-        """One line: the library and the layout of its options."""
         return f"{self.path}, options as in {self.layout}"
 
     def version(self) -> str:
@@ -209,7 +200,20 @@ class Library:
         return [os.fsdecode(one.name) for one in self._drivers() if self.layout == "next" and one.caps & _SHARES]
 
     def _drivers(self) -> list[_Attribute]:
-        return (_list_0_7 if self.layout == "0.7" else _list_next)(self.api)
+        if self.layout == "0.7":
+            bundled = POINTER(_Attributes)()
+            if self.api.xnvme_be_attr_list_bundled(ctypes.byref(bundled)) or not bundled:
+                return []
+            first = ctypes.addressof(bundled.contents) + _Attributes.item.offset
+            items = (_Attribute * bundled.contents.count).from_address(first)
+            return [item for item in items if item.enabled]  # not freed, as in xNVMe's own program
+        get = getattr(self.api, "xnvme_be_attr_get", None)
+        found: list[_Attribute] = []
+        if get is not None:
+            get.restype = POINTER(_Attribute)
+            while attribute := get(len(found)):
+                found.append(attribute.contents)
+        return found
 
 
 class _Attribute(ctypes.Structure):
@@ -226,26 +230,6 @@ _SHARES = 1 << 8  # XNVME_BE_CAP_MPROC, include/xnvme_be.h
 
 class _Attributes(ctypes.Structure):
     _fields_: ClassVar = [("capacity", c_uint32), ("count", c_int), ("item", _Attribute * 0)]
-
-
-def _list_0_7(library: ctypes.CDLL) -> list[_Attribute]:
-    found = POINTER(_Attributes)()
-    if library.xnvme_be_attr_list_bundled(ctypes.byref(found)) or not found:
-        return []
-    first = ctypes.addressof(found.contents) + _Attributes.item.offset
-    items = (_Attribute * found.contents.count).from_address(first)
-    return [item for item in items if item.enabled]  # not freed, as in xNVMe's own program
-
-
-def _list_next(library: ctypes.CDLL) -> list[_Attribute]:
-    get = getattr(library, "xnvme_be_attr_get", None)
-    if get is None:
-        return []
-    get.restype = POINTER(_Attribute)
-    found: list[_Attribute] = []
-    while attribute := get(len(found)):
-        found.append(attribute.contents)
-    return found
 
 
 class Completion(NamedTuple):
@@ -266,9 +250,6 @@ class Device:
         gpu: index of the CUDA device for a driver with buffers on a GPU.
         nsid: namespace of a drive in user space; None for the first.
         heap_bytes: size of uPCIe's heaps; None for its own default.
-
-    Raises:
-        StorageError: it cannot be opened.
     """
 
     def __init__(
@@ -343,8 +324,7 @@ class Device:
 class Queue:
     """A command queue of a device, of ``depth`` commands at once, a power of two below 4096. For one thread at a time.
 
-    Raises:
-        StorageError: the device gives no queue (for instance io_uring where the kernel has it switched off).
+    Raises StorageError if the device gives no queue (for instance io_uring where the kernel has it switched off).
     """
 
     def __init__(self, device: Device, depth: int) -> None:
@@ -372,7 +352,6 @@ class Queue:
 
     @property
     def outstanding(self) -> int:
-        """Commands in flight."""
         return len(self._tags)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
@@ -395,8 +374,7 @@ class Queue:
     def poll(self) -> list[Completion]:
         """The commands that completed since the last call, without waiting. Called while some are in flight.
 
-        Raises:
-            StorageError: the queue is broken, or a drive without the kernel's time limit does not answer.
+        Raises StorageError if the queue is broken, or a drive without the kernel's time limit does not answer.
         """
         now = time.monotonic()  # first: this process may be stopped after any line, and the drive answers meanwhile
         code = self._api.xnvme_queue_poke(self._queue, 0)
@@ -459,11 +437,7 @@ def _check_read_only(descriptors: set[int], uri: str, *, direct: bool) -> None:
 
 
 def load() -> Library:
-    """The libxnvme of this machine.
-
-    Raises:
-        BackendUnavailable: there is none, or it does not fit. The message lists what was found, and where.
-    """
+    """The libxnvme of this machine. Raises BackendUnavailable if none fits, with what was found, and where."""
     return _load(os.environ.get(ENVIRONMENT))
 
 

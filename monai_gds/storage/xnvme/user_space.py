@@ -96,14 +96,9 @@ class Claims:
         self._held: dict[tuple[int, str], tuple[int, int]] = {}  # by process and address: descriptor, and how often
 
     def take(self, address: str, *, shared: bool = False) -> None:
-        """Claims a drive, once more where this process has it.
+        """Claims a drive, once more where this process has it. Raises StorageError if another process has it.
 
-        Args:
-            address: that of the drive.
-            shared: whether other processes may have it, if theirs are shared too.
-
-        Raises:
-            StorageError: another process has it.
+        With ``shared`` others may have it, if theirs are shared too.
         """
         key = os.getpid(), address
         with self._lock:

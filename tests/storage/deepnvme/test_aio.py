@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
-import errno
 import json
 import os
-import platform
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -31,7 +26,6 @@ from monai_gds.storage.deepnvme import Settings, aio, lanes, verified
 from monai_gds.storage.deepnvme.aio import DeepNvmeBackend
 from monai_gds.testing.disks import broken_disk
 from monai_gds.testing.tools import bytes_of, content
-from tests.machines import in_child
 from tests.storage.deepnvme.common import fill, need_deepnvme, opened
 
 pytestmark = pytest.mark.long  # DeepSpeed's operator takes minutes to compile
@@ -110,27 +104,6 @@ def test_no_room_for_its_queues_is_an_error_and_not_the_end_of_the_process(stora
     ):
         fill(greedy, path, torch.zeros(1 << 20, dtype=torch.uint8))
     fill(storage, path, torch.zeros(1 << 20, dtype=torch.uint8))
-
-
-def test_a_filter_of_system_calls_is_not_blamed_on_the_number_of_queues() -> None:
-    """Under seccomp, in a child: whether DeepSpeed is there makes no difference."""
-    if platform.machine() != "x86_64" or ctypes.util.find_library("aio") is None:
-        pytest.skip("the filter is written for x86-64, and this machine may lack libaio")
-
-    def forbidden() -> str:
-        load, equals, back = 0x20, 0x15, 0x06  # of classic BPF
-        steps = [(load, 0, 0, 0), (equals, 0, 1, 206), (back, 0, 0, 0x50000 | errno.EPERM), (back, 0, 0, 0x7FFF0000)]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-        program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
-        libc = ctypes.CDLL(None)
-        assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-        assert libc.prctl(22, 2, program) == 0  # seccomp, filter
-        with pytest.raises(StorageError) as caught:
-            aio._check_permission()
-        return str(caught.value)
-
-    aio._check_permission()
-    assert "io_setup: Operation not permitted" in in_child(forbidden)
 
 
 def test_memory_that_cannot_be_locked_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
