@@ -114,16 +114,14 @@ class Sources:
         Raises:
             HashingError: a callable returned something other than str, bytes or None.
         """
-        if self._policy == "content" or self._policy == "stat":
-            return self._look(path, folders)
-        if self._policy == "once":
-            found = self._once.get((path, folders))
-            if found is None:
-                found = self._look(path, folders)
-                if found is not None:  # absence is not remembered: a source may appear later
-                    self._once[path, folders] = found
-            return found
-        return None if self._policy is None else _call(self._policy, path)
+        if self._policy is None or callable(self._policy):
+            return None if self._policy is None else _call(self._policy, path)
+        found = self._once.get((path, folders)) if self._policy == "once" else None
+        if found is None:
+            found = self._look(path, folders)
+            if found is not None and self._policy == "once":  # absence is not: a source may appear later
+                self._once[path, folders] = found
+        return found
 
     def read(self, path: str) -> Identity | None:
         """The identity of what was read without being named: :data:`ABSENT` if nothing is there now.

@@ -93,10 +93,8 @@ class RecordHead(NamedTuple):
         ranges = tuple([(e.offset, e.nbytes) for e in entries])
         table = _shared_table(tensors, ranges)
         kept = {"numpy"} if form.numpy else set()
-        tiled = {
-            name: TensorForm(tiles[name].layout.dtype, tiles[name].layout.shape)
-            for name, (_, _, uses) in record.tiles.items() if not uses & {"complex", "requires_grad", *kept}
-        }  # fmt: skip
+        separate = {"complex", "requires_grad", *kept}
+        tiled = {name: _form_of(record, name) for name, tile in record.tiles.items() if not tile.uses & separate}
         others = [i for i, (name, _, _) in enumerate(tensors) if name not in tiled]
         rest = TensorTable(tuple([tensors[i] for i in others]), tuple([ranges[i] for i in others])) if tiled else table
         runs = {
@@ -108,11 +106,8 @@ class RecordHead(NamedTuple):
 
     def forms(self) -> dict[str, TensorForm]:
         """What each tensor is, by name, but for those that become arrays."""
-        layouts = {name: tiles.layout for name, tiles in self.tiles.items()}
-        return {
-            name: TensorForm(layouts[name].dtype, layouts[name].shape) if name in layouts else TensorForm(dtype, shape)
-            for name, dtype, shape in self.table.tensors if name not in self.recipe.plan.arrays
-        }  # fmt: skip
+        arrays = self.recipe.plan.arrays
+        return {name: TensorForm(dtype, shape) for name, dtype, shape in self.table.tensors if name not in arrays}
 
     def part(self, names: Collection[str]) -> TensorTable:
         """Where the tensors of these names lie."""
