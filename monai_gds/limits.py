@@ -120,9 +120,12 @@ HOLES_BYTES = 256 << 20
 #: Largest array of text below a data root. A record holds its characters, not its width, which the reader's root sets.
 TEXTS_BYTES = 256 << 20
 
-#: Memory budget for parsed record heads. Once it is full, new heads are not kept: an epoch visits every record exactly
-#: once, so evicting one head for another gains nothing.
-HEADS_BYTES = 32 << 20
+#: Memory budget for parsed record heads; most take a third of what is counted. Once it is full, new heads are not kept:
+#: an epoch visits every record exactly once, so evicting one head for another gains nothing.
+HEADS_BYTES = 128 << 20
+
+#: What counts of a tensor in a head beside its share of the header: its name, shape, range and checksum.
+HEAD_TENSOR_BYTES = 500
 
 #: Records of at most ``TOGETHER_RECORD_BYTES`` are read together, up to this many and up to this many bytes: one copy
 #: to the device for all of them costs less than one each.
@@ -205,7 +208,7 @@ YOUNG_FILES = 1_000_000
 FOLDER_ENTRIES = 200_000
 
 #: If an item reads more files of one folder without naming them, the folder counts in their place: a zarr of 5,000
-#: chunks would otherwise cost 5,000 calls per hit. The second number is for a folder that was listed, which counts
+#: chunks would otherwise be a list of 5,000 paths. The second number is for a folder that was listed, which counts
 #: anyway.
 READ_FILES = 256
 READ_LISTED_FILES = 32

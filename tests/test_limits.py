@@ -53,11 +53,6 @@ ALLOWED = {
     ("pipeline/words.py", "_MOST_PATHS"): "of a message",
     ("pipeline/words.py", "_MOST_CHARACTERS"): "of a message",
     ("base/console.py", "_UNLIMITED"): "columns of a table that is not cut off",
-    # estimates, trials and made-up data
-    ("records/heads.py", "_HEAD_BYTES"): "what a head takes, measured",
-    ("records/heads.py", "_CHECKSUM_BYTES"): "what a head takes, measured",
-    ("records/heads.py", "_TABLE_BYTES"): "what a table takes, measured",
-    ("records/heads.py", "_ENTRY_BYTES"): "what a table takes, measured",
 }
 
 LOOKS_LIKE_A_LIMIT = re.compile(r"_?(MOST|MAX|MIN|LIMIT)_.*|.*_(BYTES|ITEMS|MOST|MAX|LIMIT)")

@@ -5,6 +5,7 @@ They run on the CPU, on small data, also where there is a GPU.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,14 @@ def test_is_saved_with_outputs_and_pictures_and_small(notebook: Path) -> None:
 
 #: Paragraphs of every first cell.
 HEAD = ("What you learn", "How long it takes", "Where its outputs came from", "What you need")
+
+
+@each
+def test_ends_with_one_sentence_that_its_last_cell_makes_of_the_run(notebook: Path) -> None:
+    last = nbformat.read(notebook, as_version=4).cells[-1]
+    (output,) = last.outputs
+    assert re.fullmatch(r"[A-Z](?:[^.\n]|\.\w)+\.\n", output.text), output.text
+    assert any(char.isdigit() for char in output.text), "a figure of the run"
 
 
 @each

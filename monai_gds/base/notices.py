@@ -1,4 +1,4 @@
-"""Notices given in a run, such as warnings: a small table in memory that a process shares with those it forks.
+"""Notices given in a run, such as warnings: a small table in memory that a process shares with those it starts.
 
 Workers of a loader may live for one epoch. Without the table each would repeat the warnings that others gave, and look
 again at what others found. The table holds a hash of each notice and when it was last given. Of the notices that share
@@ -8,10 +8,12 @@ a row, the oldest is forgotten, so a notice may be given twice.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import logging
 import math
 import mmap
+import multiprocessing
 import os
 import struct
 import time
@@ -22,11 +24,12 @@ from typing import Any
 _ROWS = 512
 _ROW = struct.Struct("=" + 8 * "Qd")  # pairs of a hash and a time; a time of 0 is long ago
 
-#: Anonymous and shared: a forked process has the same pages, as have all that a fork server forks.
-_table = mmap.mmap(-1, _ROWS * _ROW.size)
+_NAME = "monai-gds-notices"
 
-#: Locked by whoever claims a notice, for some microseconds. The kernel unlocks it for a process that is killed.
-_claims = os.memfd_create("monai-gds-notices")
+#: The table's memory, which a forked process has as well. Whoever claims a notice locks it, for some microseconds; the
+#: kernel unlocks it for a process that is killed.
+_memory = os.memfd_create(_NAME)
+os.ftruncate(_memory, _ROWS * _ROW.size)
 
 #: How often the lock is tried for, a millisecond apart: after that a notice may be given twice.
 _TRIES = 100
@@ -53,7 +56,7 @@ class Notice:
         """Notes that it is given now."""
         hashes, times = self._row()
         slot = hashes.index(self._hash) if self._hash in hashes else times.index(min(times))
-        struct.pack_into("=Qd", _table, self._offset + 16 * slot, self._hash, time.monotonic())
+        struct.pack_into("=Qd", _table(os.getpid()), self._offset + 16 * slot, self._hash, time.monotonic())
 
     def is_new(self) -> bool:
         """Whether it was not given before. Marks it as given. True for one of the processes that ask at once."""
@@ -71,15 +74,36 @@ class Notice:
             logger.info(message, *args, stacklevel=2)
 
     def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        row = _ROW.unpack_from(_table, self._offset)
+        row = _ROW.unpack_from(_table(os.getpid()), self._offset)
         return row[::2], row[1::2]
+
+
+@functools.cache
+def _table(process: int) -> mmap.mmap:
+    """The table of this process: that of the one by which multiprocessing started it, if it may see that one's."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with suppress(OSError):
+            _join(f"/proc/{parent.pid}/fd")
+    return mmap.mmap(_memory, _ROWS * _ROW.size)
+
+
+def _join(descriptors: str) -> None:
+    """Has ``_memory`` be that of another process, in which a spawned one finds it in turn."""
+    for entry in os.scandir(descriptors):
+        with suppress(FileNotFoundError):
+            if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):
+                theirs = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
+                os.dup2(theirs, _memory, inheritable=False)
+                os.close(theirs)
+                return
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     for _ in range(_TRIES):
         try:
-            fcntl.lockf(_claims, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(_memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError:
             time.sleep(0.001)
@@ -87,4 +111,4 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.lockf(_claims, fcntl.LOCK_UN)
+            fcntl.lockf(_memory, fcntl.LOCK_UN)

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
@@ -141,19 +141,27 @@ def watching() -> bool:
 
 def each(stage: str, transforms: Sequence[Any]) -> Sequence[Any]:
     """The transforms. Iterating over them enters a part of the stage for each, named by the transform's class."""
-    return _Entering(stage, transforms) if _watches else transforms
+    return Around(transforms, lambda one: enter(stage, type(one).__name__)) if _watches else transforms
 
 
-class _Entering(list[Any]):
-    def __init__(self, stage: str, transforms: Sequence[Any]) -> None:
+class Around(list[Any]):
+    """Transforms. Iterating calls ``before(transform)`` ahead of each, and ``after(transform, what that returned)``."""
+
+    def __init__(
+        self,
+        transforms: Sequence[Any],
+        before: Callable[[Any], Any],
+        after: Callable[[Any, Any], object] = lambda *_: None,
+    ) -> None:
         super().__init__(transforms)
-        self._stage = stage
+        self._transforms, self._before, self._after = transforms, before, after
 
     def __getitem__(self, which: SupportsIndex | slice) -> Any:
-        found = super().__getitem__(which)
-        return _Entering(self._stage, found) if isinstance(which, slice) else found
+        found = self._transforms[which]  # type: ignore[index]
+        return Around(found, self._before, self._after) if isinstance(which, slice) else found
 
     def __iter__(self) -> Iterator[Any]:
-        for transform in super().__iter__():
-            enter(self._stage, type(transform).__name__)
+        for transform in self._transforms:
+            seen = self._before(transform)
             yield transform
+            self._after(transform, seen)

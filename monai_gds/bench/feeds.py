@@ -45,6 +45,8 @@ def same_batch(training: Training, _: Path) -> Feed:
 
 def persistent(training: Training, folder: Path, indices: bool = False) -> Feed:
     """MONAI's PersistentDataset; with ``indices``, the voxels that crops are centred on are cached, too."""
+    if indices and training.whole:
+        raise BackendUnavailable("there are no crops that indices would be for")
     return _in_workers(training, PersistentDataset(training.items, _on_cpu(training, indices), folder))
 
 
@@ -56,8 +58,9 @@ def in_memory(training: Training, _: Path) -> Feed:
 
 def fast(training: Training, _: Path) -> Feed:
     """As MONAI's fast training tutorial: volumes on the device, and indices, in a CacheDataset that copies nothing."""
-    moved = EnsureTyped(KEYS, device=training.device, track_meta=False)
-    transform = Compose([*training.deterministic(True), moved, *training.random(training.device, True)])
+    indices, device = not training.whole, training.device
+    moved = EnsureTyped(KEYS, device=device, track_meta=False)
+    transform = Compose([*training.deterministic(indices), moved, *training.random(device, indices)])
     dataset = monai.data.CacheDataset(  # by the name that patch() replaces
         training.items, transform, num_workers=training.workers, progress=False, copy_cache=False
     )

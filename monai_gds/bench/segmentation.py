@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import monai.transforms as mt
+import numpy as np
 import torch
 from monai.losses import DiceCELoss
 from monai.networks.nets import UNet
@@ -32,6 +33,8 @@ class Training:
     device: torch.device  # on which the network is trained
     workers: int  # of the peers that have some
     heavy: bool = False  # rotate, scale and smooth each crop, too
+    whole: bool = False  # train with whole volumes instead of crops
+    numpy: bool = False  # end with a transform in NumPy
     batch_size: int = 2  # volumes
 
     @property
@@ -47,9 +50,10 @@ class Training:
     @property
     def what(self) -> str:
         """The training in words."""
-        added = ", rotated and smoothed" * self.heavy
-        shape, crops = " x ".join(map(str, self.shape)), f"{CROPS} crops of {self.crop}³ per volume{added}"
-        return f"{len(self.items)} volumes of {shape}, batches of {self.batch_size}: {crops}"
+        cut = "whole volumes" if self.whole else f"{CROPS} crops of {self.crop}³ per volume"
+        added = [", rotated and smoothed"] * self.heavy + [", then NumPy"] * self.numpy
+        shape = " x ".join(map(str, self.shape))
+        return f"{len(self.items)} volumes of {shape}, batches of {self.batch_size}: {cut}{''.join(added)}"
 
     def deterministic(self, indices: bool = False) -> list[Any]:
         """The transforms that a cache saves the result of; with ``indices``, of the voxels to centre crops on, too."""
@@ -64,13 +68,15 @@ class Training:
 
     def random(self, device: torch.device | None, indices: bool = False) -> list[Any]:
         """The random transforms. ``device`` is RandAffined's: in worker processes it has to be None."""
-        fg, bg = _INDICES if indices else (None, None)
-        found: list[Any] = [
-            mt.RandCropByPosNegLabeld(
-                KEYS, "label", (self.crop,) * 3, num_samples=CROPS, image_key="image", image_threshold=0,
-                fg_indices_key=fg, bg_indices_key=bg,
-            )
-        ]  # fmt: skip
+        found: list[Any] = []
+        if not self.whole:
+            fg, bg = _INDICES if indices else (None, None)
+            found += [
+                mt.RandCropByPosNegLabeld(
+                    KEYS, "label", (self.crop,) * 3, num_samples=CROPS, image_key="image", image_threshold=0,
+                    fg_indices_key=fg, bg_indices_key=bg,
+                )
+            ]  # fmt: skip
         if self.heavy:
             found += [
                 mt.RandAffined(
@@ -79,9 +85,18 @@ class Training:
                 )
             ]  # fmt: skip
         found += [mt.RandFlipd(KEYS, prob=0.5, spatial_axis=axis) for axis in range(3)]
-        found += [mt.RandRotate90d(KEYS, prob=0.5)]
+        found += [mt.RandRotate90d(KEYS, prob=0.5)] * (not self.whole)
         found += [mt.RandScaleIntensityd("image", 0.1, prob=0.5), mt.RandShiftIntensityd("image", 0.1, prob=0.5)]
-        return [*found, *[mt.RandGaussianSmoothd("image", prob=0.5)] * self.heavy]
+        return [*found, *[mt.RandGaussianSmoothd("image", prob=0.5)] * self.heavy, *[RandGamma()] * self.numpy]
+
+
+class RandGamma(mt.RandomizableTransform):  # type: ignore[misc]  # MONAI is untyped
+    """A transform as users write them: NumPy's arithmetic and random numbers, whatever device the image is on."""
+
+    def __call__(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        image = mt.ToNumpy()(item["image"])
+        changed = np.maximum(image, 0) ** np.float32(self.R.uniform(0.8, 1.25))
+        return {**item, "image": torch.as_tensor(changed).to(item["image"])}
 
 
 class Network:

@@ -81,7 +81,7 @@ def compare(
 ) -> Report:
     """Trains with each peer: a first epoch with an empty cache, then epochs in turns.
 
-    A peer that cannot run, or fails, has the reason in its row.
+    A peer that cannot run, or fails, has the reason in its row. After Ctrl-C the turns that were complete are reported.
 
     Args:
         training: what is trained.
@@ -90,6 +90,9 @@ def compare(
         epochs: how many turns each peer has.
         cold: whether a peer's files are dropped from the page cache before each of its turns.
         progress: shows how far it is.
+
+    Raises:
+        KeyboardInterrupt: no turn was complete.
     """
     network = Network(training.device)
     names = [CEILING, *(name for name in names if name != CEILING)]
@@ -103,7 +106,12 @@ def compare(
                     _try(run, training, network, first=not turn, cold=cold)
             if cold and not turn:
                 os.sync()  # otherwise the disk would still be writing the caches
-    finally:  # also after Ctrl-C: the folder is removed next
+    except KeyboardInterrupt:
+        if turn < 2:
+            raise
+        for run in runs:
+            del run.epochs[turn - 1 :], run.cached[turn - 1 :]
+    finally:  # the folder is removed next
         for run in runs:
             if run.feed is not None:
                 run.feed.flush()

@@ -70,6 +70,8 @@ def training(
     volumes: Annotated[int | None, typer.Option(min=2, help="Made-up volumes; default: 48, on a CPU 8.")] = None,
     shape: _ShapeOption = None,
     heavy: Annotated[bool, typer.Option("--heavy", help="Rotate, scale and smooth each crop, too.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Train with whole volumes instead of crops.")] = False,
+    numpy: Annotated[bool, typer.Option("--numpy", help="Let the pipeline end with a transform in NumPy.")] = False,
     cold: Annotated[
         bool, typer.Option("--cold", help="Drop each peer's files from the page cache before each of its epochs.")
     ] = False,
@@ -115,7 +117,7 @@ def training(
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=folder, ignore_cleanup_errors=True) as temporary:
         with stderr.status(f"writing {count} volumes…"):
             items = write_volumes((folder or Path(temporary)) / "x".join(map(str, size)), count, size)
-        what = Training(items, size, device, used, heavy)
+        what = Training(items, size, device, used, heavy, whole, numpy)
         with progress() as bars:
             report = job.compare(what, Path(temporary), names, epochs, cold, bars)
     emit([report], as_json=json_file or False, about={**machine(device), "workers": used})

@@ -33,7 +33,7 @@ from monai_gds.items.tree import EncodedItem, compile_tree, copy_item, encode_it
 from monai_gds.keys.hashing import hash_item
 from monai_gds.keys.key import FORMAT, Key
 from monai_gds.pipeline.hidden import Hidden
-from monai_gds.pipeline.settings import applied, of_process
+from monai_gds.pipeline.settings import apply, of_process
 from monai_gds.pipeline.words import naming
 from monai_gds.records.heads import Form
 from monai_gds.records.problems import with_advice
@@ -347,7 +347,7 @@ def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> Itera
         raise RuntimeError(in_words(differ, "it cannot be computed in this process"))
     # The consumer's inference mode is for random transforms.
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-    with inference, applied(tuple((name, held) for name, (held, _) in differ.items()), only=True):
+    with inference, apply(tuple((name, held) for name, (held, _) in differ.items()), only=True):
         yield
 
 

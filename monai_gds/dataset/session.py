@@ -11,7 +11,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -41,10 +40,11 @@ from monai_gds.folder.writer import process_writer
 from monai_gds.keys.key import Key, Pipeline
 from monai_gds.keys.reads import reads_of
 from monai_gds.pipeline.ahead import drawn_ahead
-from monai_gds.pipeline.global_draws import GlobalDraws, kept_states
+from monai_gds.pipeline.global_draws import GlobalDraws
 from monai_gds.pipeline.hidden import Hidden
 from monai_gds.pipeline.loops import Loop, Loops
 from monai_gds.pipeline.parts import name_of
+from monai_gds.pipeline.randomness import shared, states_kept
 from monai_gds.pipeline.split import Split, before_cuda, uncached
 from monai_gds.pipeline.words import naming
 from monai_gds.programs.draws import Draws, Turn
@@ -287,7 +287,7 @@ class Session(NamedTuple):
         if is_the_users(differ, asked_by):
             return _helped(self, cache, key, item, index)
         maker, of = RecordMaker(self.items(), self.keys(), cache), len(self.dataset.data)
-        with computing(differ, asked_by), kept_states() if self.runtime.alone else nullcontext():
+        with computing(differ, asked_by), states_kept(shared() if self.runtime.alone else ()):
             return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:

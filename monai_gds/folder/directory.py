@@ -373,11 +373,8 @@ def check_writable(path: str | os.PathLike[str] | None) -> None:
     folder, name = os.path.abspath(path), f"{'0' * 32}.{mark()}"
     try:
         with temporary.opened(folder, make=True) as inner:
-            try:
-                temporary.create(inner, name, b"x" * 4096)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=inner)
+            temporary.create(inner, name, b"x" * 4096)
+            os.unlink(name, dir_fd=inner)
     except OSError as e:
         raise NotSaved(f"strict=True, and nothing can be saved in {folder}: {with_advice(e)}") from e
 

@@ -155,29 +155,22 @@ def _keep_newest(entries: dict[str, IndexEntry], files: Iterable[list[bytes]]) -
 def _entry(fact: Any, layouts: dict[str, Any]) -> IndexEntry:
     """Parses a fact strictly: anyone who may write to the folder may have written it. ``ls`` and ``explain`` use it."""
     kind, digest, item, pipeline, nbytes, mtime_ns, tensors, sources, form = fact
-    if kind != "record" or not (type(digest) is type(item) is type(pipeline) is str and _DIGEST.fullmatch(digest)):
+    states = {path: (size, identity) for path, (size, identity) in sources.items()}
+    named = kind == "record" and _DIGEST.fullmatch(digest) and _HEX.fullmatch(pipeline)
+    typed = type(item) is type(form) is str and _is_whole(nbytes, 0) and _is_whole(mtime_ns)
+    if not (named and typed and all(type(a) is int and type(b) is str for a, b in states.values())):
         raise TypeError("not a fact of this version")
-    if not (_is_whole(nbytes, 0) and _is_whole(mtime_ns) and type(form) is str and _HEX.fullmatch(pipeline)):
-        raise TypeError("not a fact of this version")
-    layout = layouts.get(tensors)
-    if layout is None:
-        layout = layouts[tensors] = _layout(tensors)
-    for path, (size, identity) in sources.items():
-        if type(size) is not int or type(identity) is not str:
-            raise TypeError("not a fact of this version")
-        sources[path] = size, identity
-    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layout, sources, form)
+    if tensors not in layouts:
+        layouts[tensors] = _layout(tensors)
+    return IndexEntry(digest, item, pipeline, nbytes, mtime_ns, layouts[tensors], states, form)
 
 
 def _layout(text: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     layout = tuple((name, dtype, tuple(shape)) for name, dtype, shape in json.loads(text))
     for name, dtype, shape in layout:
-        if type(name) is not str or dtype not in _DTYPES or len(shape) > MOST_AXES:
+        sides = len(shape) <= MOST_AXES and all(_is_whole(side, 0) for side in shape)
+        if type(name) is not str or dtype not in _DTYPES or not sides or math.prod(shape) >= _MOST:
             raise TypeError("not a fact of this version")
-        if not all(_is_whole(side, 0) for side in shape):
-            raise TypeError("not a fact of this version")
-        if math.prod(shape) >= _MOST:
-            raise ValueError("no file holds a tensor of this size")
     return layout
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +142,9 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         window: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         threads: int | None = None,
+        **others: Any,
     ) -> None:
+        _refuse(others)
         self.device = resolve_device(device)
         self.reader = reader
         self._decode = decode
@@ -369,3 +373,11 @@ def _shard(shard_id: int | None, num_shards: int | None) -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
+
+
+def _refuse(others: Mapping[str, Any]) -> None:
+    """Raises a TypeError for an argument that there is not, with the one that was probably meant."""
+    for name in others:
+        close = get_close_matches(name, inspect.signature(ImageNetDataset).parameters, 1)
+        hint = f": do you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"ImageNetDataset has no argument {name!r}{hint}")

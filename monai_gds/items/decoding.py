@@ -46,15 +46,14 @@ def tensor_of(raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> to
 class Recipe:
     """Puts an item together from its tensors each time it is called. Two items share nothing mutable."""
 
-    __slots__ = ("_arrays", "_values", "nbytes", "plan")
+    __slots__ = ("_arrays", "_values", "plan")
 
     def __init__(self, plan: TreePlan, values: Sequence[Any], arrays: bytes) -> None:
         if plan.end > len(arrays):
             raise DamagedRecord("some of its small arrays are missing")
         self.plan = plan  # shared by all recipes of one form
-        self._values = plan.share(values)
+        self._values = tuple([sys.intern(v) if type(v) is str else v for v in values])  # most records have the same
         self._arrays = arrays + bytes(-len(arrays) % ARRAY_ALIGNMENT)  # so that it can be viewed as any dtype
-        self.nbytes = plan.own_bytes(self._values) + sys.getsizeof(self._arrays)  # besides the plan, estimated
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], item: Any = None) -> Any:
         """Puts an item together from the record's tensors, whose memory it uses.
@@ -155,19 +154,13 @@ class TreePlan:
 
     Attributes:
         end: how many bytes of small arrays an item of this form needs.
-        nbytes: estimated bytes of memory.
         arrays: the names of the tensors that become NumPy arrays.
     """
 
-    #: Estimated bytes of memory per node: a closure.
-    _NODE_BYTES = 100
-
     def __init__(self, form: Form, rows: Mapping[str | type, Type]) -> None:
         self.end = 0
-        self.nbytes = 0
         self.arrays: set[str] = set()
         self._rows = rows
-        self._common: list[str | None] = []
         self._dtypes: dict[np.dtype[Any], int] = {}
         self._build = self.node(form)
 
@@ -176,21 +169,8 @@ class TreePlan:
         block = np.frombuffer(bytearray(arrays), np.uint8)
         return self._build(tensors, values, [*map(block.view, self._dtypes), item, block])
 
-    def share(self, values: Sequence[Any]) -> Sequence[Any]:
-        """The values of a record, with strings replaced by the equal ones of the first record."""
-        if not self._common:
-            self._common = [v if type(v) is str else None for v in values]
-        pairs = zip(self._common, values, strict=True)
-        return tuple([a if a is not None and type(b) is str and a == b else b for a, b in pairs])
-
-    def own_bytes(self, values: Sequence[Any]) -> int:
-        """Estimated bytes of memory that the values of one record take."""
-        own = [b for a, b in zip(self._common, values, strict=True) if a is not b]
-        return sys.getsizeof(values) + sum(map(_size, own))
-
     def node(self, form: Form) -> Build:
         """What builds a node of this form."""
-        self.nbytes += self._NODE_BYTES
         if isinstance(form, int):
             return lambda t, v, a: v[form]
         plan = self._rows[form[0]].plan
@@ -209,7 +189,6 @@ class TreePlan:
                 arrays.append((key, *place))
             else:
                 others.append((key, self.node(form)))
-        self.nbytes += self._NODE_BYTES * len(base)
 
         def build(t: Mapping[str, torch.Tensor], v: Sequence[Any], a: Sequence[Any]) -> Any:
             out: Any = base.copy()
@@ -267,8 +246,3 @@ def fields(payload: dict[str, Any], of: str, *needed: str, **optional: Any) -> l
     if unknown:
         raise NewerRecord(f"it holds {of} with {sorted(unknown)}, which this version does not support")
     return [*(payload[name] for name in needed), *(payload.get(name, default) for name, default in optional.items())]
-
-
-def _size(value: Any) -> int:
-    members = sum(map(_size, value)) if type(value) in (tuple, frozenset) else 0
-    return sys.getsizeof(value) + members

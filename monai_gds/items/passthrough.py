@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import random
-import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +28,7 @@ ANYTHING: Any = object()
 class _Known(NamedTuple):
     path: Path
     original: Any
-    copy: Callable[[], Any]  # a weak reference where possible, so that the copy of a volume is not kept alive
+    copy: Any
 
 
 class ItemValues:
@@ -47,7 +46,7 @@ class ItemValues:
     def path_of(self, value: Any) -> Path | None:
         """The path in the item of a value that passed through unchanged; None for any other value."""
         known = self._known.get(id(value))
-        if known is None or known.copy() is not value:
+        if known is None or known.copy is not value:
             return None
         return known.path if value is known.original or self._unchanged(known.original, value) else None
 
@@ -72,7 +71,7 @@ class ItemValues:
             is_open.discard(id(value))
         if odd:
             copy = copies.get(id(value), value)
-            self._known.setdefault(id(copy), _Known(path, value, _reference(copy)))
+            self._known.setdefault(id(copy), _Known(path, value, copy))
 
 
 def copy_item(item: Any, digest: Callable[[Any], Any]) -> tuple[Any, ItemValues]:
@@ -120,13 +119,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) is np.ndarray:
         return value.dtype.kind not in "OV"
     return type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
 
 
 class _Finder(pickle.Pickler):

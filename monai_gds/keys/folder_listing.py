@@ -12,6 +12,7 @@ from typing import TypeAlias
 import xxhash
 
 from monai_gds import limits
+from monai_gds.base.file_systems import opened
 
 # The kind of an entry, part of a folder's hash.
 FILE = 0
@@ -40,27 +41,21 @@ def list_folder(path: str, left_out: tuple[int, int] | None) -> list[FolderEntry
     while todo:
         prefix, above = todo.pop()
         try:
-            fd = os.open(path + "/" + prefix, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
+            with opened(path + "/" + prefix, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
+                st = os.fstat(fd)
+                here = (st.st_dev, st.st_ino)
+                if here == left_out:
+                    continue
+                if here in above:
+                    entries.append(_without_stat(prefix, LOOP))
+                    continue
+                entries.append(_without_stat(prefix, FOLDER))
+                folders = _scan(fd, prefix, entries)
+                if folders is None:
+                    return None
+                todo += [(folder, (*above, here)) for folder in folders]
+        except OSError:  # perhaps halfway
             entries.append(_unreadable(path, prefix))
-            continue
-        try:
-            st = os.fstat(fd)
-            here = (st.st_dev, st.st_ino)
-            if here == left_out:
-                continue
-            if here in above:
-                entries.append(_without_stat(prefix, LOOP))
-                continue
-            entries.append(_without_stat(prefix, FOLDER))
-            folders = _scan(fd, prefix, entries)
-            if folders is None:
-                return None
-            todo += [(folder, (*above, here)) for folder in folders]
-        except OSError:  # listing it failed halfway
-            entries.append(_unreadable(path, prefix))
-        finally:
-            os.close(fd)
     entries.sort()
     return entries
 

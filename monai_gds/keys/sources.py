@@ -17,19 +17,17 @@ import stat
 import struct
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import xxhash
 
 from monai_gds import limits
-from monai_gds.base.file_systems import open_fd
+from monai_gds.base.file_systems import opened
 from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, HashingError
 from monai_gds.keys.folder_listing import (
     FILE,
-    FOLDER,
     NAMES,
     UNREADABLE,
     FolderEntry,
@@ -105,8 +103,6 @@ class Sources:
         self._memo = SourceMemo(folder)
         self._ages = Ages()
         self._once: dict[tuple[str, bool], Identity] = {}
-        # Of folders that were read: the states of the folders in them, and their identities.
-        self._trees: dict[str, tuple[dict[str, bytes], Identity]] = {}
         self._warned: set[str] = set()
         weakref.finalize(self, self._memo.flush, make=False)  # also when the process ends
 
@@ -118,32 +114,26 @@ class Sources:
         Raises:
             HashingError: a callable returned something other than str, bytes or None.
         """
-        if self._policy == "content" or self._policy == "stat":
-            return self._look(path, folders)
-        if self._policy == "once":
-            found = self._once.get((path, folders))
-            if found is None:
-                found = self._look(path, folders)
-                if found is not None:  # absence is not remembered: a source may appear later
-                    self._once[path, folders] = found
-            return found
-        return None if self._policy is None else _call(self._policy, path)
+        if self._policy is None or callable(self._policy):
+            return None if self._policy is None else _call(self._policy, path)
+        found = self._once.get((path, folders)) if self._policy == "once" else None
+        if found is None:
+            found = self._look(path, folders)
+            if found is not None and self._policy == "once":  # absence is not: a source may appear later
+                self._once[path, folders] = found
+        return found
 
     def read(self, path: str) -> Identity | None:
         """The identity of what was read without being named: :data:`ABSENT` if nothing is there now.
 
-        A path that ends in :data:`NAMES` stands for the names in a folder. Within a process, the files of another
-        folder are looked at once; afterwards only it and the folders in it are. None if it does not count.
+        A path that ends in :data:`NAMES` stands for the names in a folder. None if it does not count.
         """
         if self._policy is None or callable(self._policy):
             return None if self._policy is None else _call(self._policy, path)
         found = self._once.get((path, True)) if self._policy == "once" else None
         if found is None:
-            if path.endswith(NAMES):
-                found = self._names(path.removesuffix(NAMES))
-            else:
-                known = self._tree(path) if path in self._trees else None
-                found = known or self._look(path, folders=False) or self._tree(path)
+            is_names = path.endswith(NAMES)
+            found = self._names(path.removesuffix(NAMES)) if is_names else self._look(path, folders=True)
             if found is None or (not found.size and path.endswith(_EMPTY_IS_ABSENT)):
                 return ABSENT
             if self._policy == "once":
@@ -178,8 +168,7 @@ class Sources:
 
     def _file(self, path: str, st: os.stat_result) -> Identity | None:
         path = absolute(path)
-        # not _state_of(st): this runs at every hit
-        content = self._recall(path, _STATE.pack(st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns))
+        content = self._memo.get(_memo_key(path, _state_of(st)))
         if content is not None:
             return Identity(st.st_size, content.hex())
         read = self._read(path)
@@ -188,15 +177,8 @@ class Sources:
         if read.content is None:
             return Identity(read.size, read.unreadable)
         if read.is_old:
-            self._remember(path, read.state, read.content)
+            self._memo.put(_memo_key(path, read.state), read.content)
         return Identity(read.size, read.content.hex())
-
-    def _recall(self, path: str, state: bytes) -> bytes | None:
-        """The content hash of a source that this or another process saw in this state."""
-        return self._memo.get(_memo_key(path, state))
-
-    def _remember(self, path: str, state: bytes, content: bytes, *, for_others: bool = True) -> None:
-        self._memo.put(_memo_key(path, state), content, for_others=for_others)
 
     # Files
 
@@ -204,17 +186,12 @@ class Sources:
         """Reads a file; None if it is gone or no longer a regular file."""
         try:
             # O_NONBLOCK, since opening a pipe that took the file's place would block
-            fd = open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            with opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC) as fd:
+                return self._hash(path, fd)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
             return _unreadable(path)
-        try:
-            return self._hash(path, fd)
-        except OSError:
-            return _unreadable(path)
-        finally:
-            os.close(fd)
 
     def _hash(self, path: str, fd: int) -> _Hashed | None:
         """Reads an open file until it does not change meanwhile, at most three times."""
@@ -246,7 +223,7 @@ class Sources:
             if self._policy == "stat":
                 return Identity(size, f"stat:{digest_of_folder(entries, [b'%d' % entry[4] for entry in entries])}")
             state = xxhash.xxh3_128_digest(marshal.dumps(entries, 2))  # version 2 writes values only, no references
-            content = self._recall(path, state)
+            content = self._memo.get(_memo_key(path, state))
             if content is not None:
                 return Identity(size, content.hex())
             found = [self._entry(path, entry) for entry in entries]
@@ -254,48 +231,25 @@ class Sources:
             before, entries = entries, list_folder(path, cache)
             if entries == before:
                 if all(is_old for _, is_old in found):
-                    self._remember(path, state, bytes.fromhex(digest))
+                    self._memo.put(_memo_key(path, state), bytes.fromhex(digest))
                 break
         return Identity(size, digest)
 
     def _names(self, path: str) -> Identity | None:
         """What stands for the names in a folder."""
-        with contextlib.suppress(OSError, ValueError):
-            state = _state_of(os.stat(path))
-            content = self._recall(path + NAMES, state)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with contextlib.suppress(OSError, ValueError), opened(path, flags) as fd:
+            st = os.fstat(fd)
+            state = _state_of(st)
+            key = _memo_key(path + NAMES, state)
+            content = self._memo.get(key)
             if content is None:
-                is_old = self._is_old_folder(path)
-                content = xxhash.xxh3_128_digest(os.fsencode("\0".join(sorted(os.listdir(path)))))
-                if is_old and state == _state_of(os.stat(path)):
-                    self._remember(path + NAMES, state, content, for_others=False)
+                is_old = self._ages.is_old(path, state, st, fd)
+                content = xxhash.xxh3_128_digest(os.fsencode("\0".join(sorted(os.listdir(fd)))))
+                if is_old and state == _state_of(os.fstat(fd)):
+                    self._memo.put(key, content, for_others=False)
             return Identity(0, content.hex())
         return None
-
-    def _tree(self, path: str) -> Identity | None:
-        """The identity of a folder, with its entries looked at once."""
-        states, identity = self._trees.get(path, ({}, None))
-        with contextlib.suppress(OSError):
-            if identity is not None and all(_state_of(os.stat(one)) == state for one, state in states.items()):
-                return identity
-        if not os.path.isdir(path):
-            return None
-        entries = list_folder(path, self._cache()) or []
-        folders = [os.path.join(path, name) for name, kind, *_ in entries if kind == FOLDER]
-        with contextlib.suppress(OSError):
-            states = {folder: _state_of(os.stat(folder)) for folder in folders}
-            are_old = [self._is_old_folder(folder) for folder in folders]
-            identity = self._directory(path)
-            if are_old and all(are_old):
-                self._trees[path] = states, identity
-        return identity
-
-    def _is_old_folder(self, path: str) -> bool:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            st = os.fstat(fd)
-            return self._ages.is_old(path, _state_of(st), st, fd)
-        finally:
-            os.close(fd)
 
     def _cache(self) -> tuple[int, int] | None:
         """Device and inode of the cache folder, which is left out: records must not change the folder around it."""
@@ -313,14 +267,14 @@ class Sources:
         if kind != FILE:
             return b"", True
         path = os.path.join(folder, name)
-        known = self._recall(path, _STATE.pack(*times))
+        known = self._memo.get(_memo_key(path, _STATE.pack(*times)))
         if known is not None:  # another of many changed
             return known, True
         read = self._read(path)
         if read is None or read.content is None:
             return b"" if read is None else read.unreadable.encode(), False
         if read.is_old:
-            self._remember(path, read.state, read.content, for_others=False)
+            self._memo.put(_memo_key(path, read.state), read.content, for_others=False)
         return read.content, read.is_old
 
     def _too_many(self, path: str) -> Identity:
@@ -351,27 +305,13 @@ def _memo_key(path: str, state: bytes) -> bytes:
     return xxhash.xxh3_128_digest(state + os.fsencode(path), seed=_FORMAT)
 
 
-# Reading
-
-_buffers: deque[bytearray] = deque()  # as many as threads ever read at the same time
-
-
 def _content(fd: int, size: int) -> bytes:
     """The hash of an open file. Reading and hashing release the interpreter's lock."""
-    try:
-        buffer = _buffers.pop()
-    except IndexError:
-        buffer = bytearray(limits.SOURCE_PIECE_BYTES)
-    hashed = xxhash.xxh3_128()
-    view = memoryview(buffer)
-    at = 0
-    while at <= size:  # a file that grows as fast as it is read would never end
-        n = os.preadv(fd, [view], at)
-        if n == 0:
-            break
+    hashed, at = xxhash.xxh3_128(), 0
+    view = memoryview(bytearray(min(size + 1, limits.SOURCE_PIECE_BYTES)))
+    while at <= size and (n := os.preadv(fd, [view], at)):  # a file that grows as fast as it is read would never end
         hashed.update(view[:n])
         at += n
-    _buffers.append(buffer)
     return hashed.digest()
 
 

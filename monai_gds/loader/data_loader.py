@@ -50,7 +50,7 @@ from monai_gds.loader.crew import Crew, Order
 from monai_gds.loader.epoch import Epoch, Loops, end_all, gds_datasets
 from monai_gds.loader.hand_over import cuda_tensors
 from monai_gds.loader.next_epoch import Foresight
-from monai_gds.loader.resume import Later, Place, begin_or_go_on, own
+from monai_gds.loader.resume import Later, Loaded, Place, begin_or_go_on, own
 from monai_gds.loader.stats import MeasuredEpoch, Stats
 from monai_gds.loader.worker import Work
 from monai_gds.pipeline.loops import Loop
@@ -116,6 +116,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             5 % of the dataset's items are an error.
         repeats: how often each batch is given, as by ``ThreadDataLoader``.
         buffer_size: how many finished batches may wait, as in ``ThreadDataLoader``, but at least 2.
+        state: from which the first loop continues, as after :meth:`load_state_dict`.
         kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…; and
             of ``ThreadDataLoader``. Those that have no effect here are named in a warning.
 
@@ -150,6 +151,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         on_error: _OnError = "raise",
         repeats: int = 1,
         buffer_size: int = 1,
+        state: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if prefetch is not None:
@@ -185,7 +187,10 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self._trusts: weakref.WeakKeyDictionary[Split, Trust] = weakref.WeakKeyDictionary()  # by pipeline
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last
-        self._loaded: Mapping[str, Any] | None = None  # the state from which the next loop continues
+        #: The state from which the next loop continues, of this loader or of one that Lightning makes of it.
+        self.state: Loaded | None = None
+        if state is not None:
+            self.load_state_dict(state)
         self.__dict__["stats"] = self._measures = bool(stats)  # the property hides it
         self._epoch: MeasuredEpoch | None = None  # that was begun last
 
@@ -214,8 +219,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             of the global generators of torch (CPU), NumPy and Python. A batch that is still to be repeated is not
             counted.
         """
-        if self._loaded is not None:
-            return dict(self._loaded)
+        if self.state:
+            return dict(self.state)
         return Place(self).state_dict(begun=False) if self._place is None else self._place.state_dict(begun=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -223,12 +228,13 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
 
         If none remains, it gives the next epoch. The loader must be made from the same items, transforms and settings.
         ``len`` stays that of a whole epoch. The state of another rank, or of another pipeline, is used as far as
-        possible, with a warning.
+        possible, with a warning from the loop. A loader that Lightning makes of this one, before the loop begins,
+        continues in its place.
 
         Raises:
             ValueError: this is not the state of a GDSDataLoader.
         """
-        self._loaded = own(self, state_dict)
+        self.state = Loaded.of(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, here or in another process, has begun no loop."""
@@ -242,14 +248,15 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
     def _begin(self, epoch: MeasuredEpoch | None, around: OfThread | None) -> tuple[Place, Iterator[Any]]:
         self._epoch = epoch
         around = around or (OfThread.now() if self.around == "first batch" else OfThread((), False))
-        state, self._loaded = self._loaded, None
         loops = {part: Loop(part.session.runtime.loops) for part in gds_datasets(self.dataset)}
         try:
+            state = own(self, self.state) if self.state else None
             place, batches = self._begin_at(state, None if epoch is None else epoch.watch, loops, around)
         except BaseException:  # a second attempt continues from the same state
             end_all(loops)
-            self._loaded = state
             raise
+        if self.state:
+            self.state.clear()
         self._place = place
         return place, batches
 

@@ -172,21 +172,35 @@ def begin_or_go_on(
     return place, chain(following, batches)
 
 
+class Loaded(dict[str, Any]):
+    """A saved state for one loop, which empties it: of a loader, or of one that Lightning makes with this object."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Loaded:
+        """A saved state, or that of the loader from which another is made.
+
+        Raises:
+            ValueError: this is not the state of a loader.
+        """
+        if isinstance(state, cls):
+            return state
+        if any(_PARTS - one.keys() for one in state.get(_ALL, [state])):
+            raise ValueError(
+                "this is not a state of GDSDataLoader.state_dict(): was it saved by another kind of loader?"
+            )
+        return cls(state)
+
+
 def own(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The state from which a loader goes on, of a saved one or of those of all ranks.
 
     Warns if it is that of another pipeline, or of another rank. Such a rank draws from its own generators then: two
     ranks that draw the same numbers would be worse than one that draws others than it would have drawn.
-
-    Raises:
-        ValueError: this is not the state of a loader.
     """
     rank = division(loader)
     if _ALL in state:
         number = dist.get_rank() if dist.is_available() and dist.is_initialized() else rank[0]
         state = state[_ALL][number if number < len(state[_ALL]) else 0]
-    if _PARTS - state.keys():
-        raise ValueError("this is not a state of GDSDataLoader.state_dict(): was it saved by another kind of loader?")
     transforms, saved = _of_transforms(loader.dataset), tuple(state.get("rank", rank))
     differ = transforms.keys() ^ state["transforms"].keys()
     if state.get("by_place", loader.num_workers > 0) != (loader.num_workers > 0):
@@ -202,7 +216,7 @@ def own(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn(whose: str, goes_on: str) -> None:
-    warnings.warn(f"the state is that of {whose}. The epoch continues with {goes_on}", stacklevel=4)
+    warnings.warn(f"the state is that of {whose}. The epoch continues with {goes_on}", stacklevel=5)
 
 
 def rank_states() -> Any:

@@ -10,12 +10,12 @@ The type of such a value counts, since MONAI looks at the types of all values. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from monai.transforms import Compose, MapTransform
+from monai.transforms import MapTransform
 
-from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.parts import flat, parts
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Columns:
     """
 
     def __init__(self, transforms: Sequence[Callable[..., Any]]) -> None:
-        steps = list(_steps(transforms))
+        steps = list(flat(transforms))
         self._provable = bool(steps) and all(map(_is_monais, steps))
         self._named = frozenset(part for step in steps for part in parts(step) if isinstance(part, str))
 
@@ -132,14 +132,6 @@ def watched(item: Any, run: Callable[[Any], T]) -> T:
     finally:
         for guard in guards:
             object.__setattr__(guard, "watches", False)
-
-
-def _steps(transforms: Sequence[Callable[..., Any]]) -> Iterator[Callable[..., Any]]:
-    for transform in transforms:
-        if isinstance(transform, Compose):
-            yield from _steps(transform.transforms)
-        else:
-            yield transform
 
 
 def _is_monais(transform: Callable[..., Any]) -> bool:

@@ -7,35 +7,20 @@ such a transform's numbers are nobody's promise, and the user is told its name. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-from monai.transforms import Randomizable
 
 from monai_gds import limits
 from monai_gds.pipeline.parts import name_of
-from monai_gds.pipeline.randomness import GLOBAL, put_back, put_state, state_of, states_at
+from monai_gds.pipeline.randomness import shared, state_of
 from monai_gds.pipeline.split import Split
 
 #: Items in which it is looked for: what a transform does now and then is met in so many.
 _ITEMS = 64
 
 
-def process_states() -> Any:
+def process_states() -> list[Any]:
     """The states of the generators of the whole process, but for CUDA's. Takes 20 µs."""
-    return states_at(GLOBAL), state_of(Randomizable.R)
-
-
-@contextmanager
-def kept_states() -> Iterator[None]:
-    """Puts these generators back into their states. Only for a process in which nobody else draws meanwhile."""
-    states, of_monai = process_states()
-    try:
-        yield
-    finally:
-        put_back(GLOBAL, states)
-        put_state(Randomizable.R, of_monai)
+    return [state_of(generator) for generator in shared()]
 
 
 class GlobalDraws:

@@ -25,7 +25,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -38,7 +38,7 @@ from monai_gds.errors import CacheWarning
 from monai_gds.keys.hashing import HashedTransforms, hash_item
 from monai_gds.keys.of_libraries import writes_files
 from monai_gds.pipeline.parts import name_of, parts
-from monai_gds.pipeline.randomness import is_generator, put_state, seed_everything, state_of
+from monai_gds.pipeline.randomness import is_generator, seed_everything, state_of, states_kept
 from monai_gds.pipeline.split import Split
 
 #: The generators of the whole process. Those of CUDA are not looked at: training moves them all the time.
@@ -128,12 +128,17 @@ class Hidden:
             )
 
     def _found(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
-        """The transform that gives another result each time, if there is a hint of one."""
-        name = ""
+        """The transform that gives another result each time, if there is a hint of one and no other thread looks."""
         with suppress(Exception):  # of the user's own types, or of transforms that work only once
-            if not self._is_done and self._has_hint(before, computed):
-                name = self._once_more([generator for generator, _ in before], item, computed)
-        return name
+            if not self._is_done and self._has_hint(before, computed) and _one.acquire(blocking=False):
+                try:
+                    self._is_done = True
+                    is_main = threading.current_thread() is threading.main_thread()
+                    with states_kept([generator for generator, _ in before] if is_main else ()):
+                        return self._culprit(item, computed)
+                finally:
+                    _one.release()
+        return ""
 
     def _warn_of(self, name: str) -> None:
         if name and Notice("hidden randomness", self._place, self._hashed.digest).is_new():
@@ -156,17 +161,6 @@ class Hidden:
             return True
         text = " ".join(_texts(computed))
         return " at 0x" in text or str(int(time.time()))[:7] in text  # in s, ms, us or ns
-
-    def _once_more(self, generators: list[Any], item: Any, computed: Any) -> str:
-        """The first transform that gives another result this time; empty if none does, or another thread looks."""
-        if not _one.acquire(blocking=False):
-            return ""
-        try:
-            self._is_done = True
-            with states_kept(generators):
-                return self._culprit(item, computed)
-        finally:
-            _one.release()
 
     def _culprit(self, item: Any, computed: Any) -> str:
         """The first transform whose results differ; empty if the item comes out as it was computed, or none is."""
@@ -191,18 +185,6 @@ class Hidden:
         result = self._split.again(transforms, item)
         held.clear()
         return result
-
-
-@contextmanager
-def states_kept(generators: Sequence[Any] = _GLOBAL) -> Iterator[None]:
-    """Puts generators, by default those of the process, back into their states, where the main thread computes."""
-    states = [state_of(generator) for generator in generators]
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for generator, state in zip(generators, states, strict=True):
-                put_state(generator, state)
 
 
 def _words(code: types.CodeType, function: types.FunctionType) -> Iterator[str]:

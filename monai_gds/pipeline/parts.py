@@ -56,6 +56,15 @@ def named_members(part: Any) -> Iterable[tuple[str, Any]]:
     return [*vars(part).items(), *([("R", part.R)] if is_a(type(part), mt.Randomizable) else [])]
 
 
+def flat(transforms: Iterable[Callable[..., Any]]) -> Iterator[Callable[..., Any]]:
+    """Transforms, those of each ``Compose`` in its place."""
+    for transform in transforms:
+        if isinstance(transform, mt.Compose):
+            yield from flat(transform.transforms)
+        else:
+            yield transform
+
+
 def name_of(transform: Callable[..., Any]) -> str:
     """The name of a function, or of an object's type."""
     return str(getattr(transform, "__qualname__", type(transform).__name__)).rpartition("<locals>.")[2]

@@ -14,7 +14,8 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import string_at
 from functools import cache
 from typing import Any, NamedTuple
@@ -132,6 +133,22 @@ GLOBAL = {
     "numpy": Slot(np.random.mtrand, "_rand"),
     "python": Slot(random, "_inst"),
 }
+
+
+def shared() -> list[Any]:
+    """The generators of the whole process, but for CUDA's, and the one that unseeded transforms have."""
+    return [*(slot.get() for slot in GLOBAL.values()), Randomizable.R]
+
+
+@contextmanager
+def states_kept(generators: Sequence[Any]) -> Iterator[None]:
+    """Puts generators back into their states. Only where nobody else draws from them meanwhile."""
+    states = [state_of(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            put_state(generator, state)
 
 
 def slots(transform: Any) -> dict[str, Slot]:

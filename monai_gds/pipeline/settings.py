@@ -2,7 +2,7 @@
 
 The dataset captures them when it is made, and they hold for every item that it computes, in whatever process or thread
 (``dataset/making.py``): a spawned process starts with the defaults. The default device, flush_denormal, autocast and
-grad belong to the thread that sets them, and may be switched around a computation (:func:`applied`). All others belong
+grad belong to the thread that sets them, and may be switched around a computation (:func:`apply`). All others belong
 to the whole process.
 
 Only settings that differ from their defaults are listed, so a setting that a later version adds invalidates nothing.
@@ -16,7 +16,7 @@ import contextlib
 import decimal
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -271,7 +271,7 @@ def apply(state: State, only: bool = False) -> contextlib.ExitStack:
     Settings that the environment decides stay as they are, and show in the keys that are made here.
 
     Returns:
-        What restores the old state when it is closed.
+        What restores the old state when it is closed, or at the end of a ``with`` block.
     """
     wanted, undo = dict(state), contextlib.ExitStack()
     for setting in _ALL:
@@ -283,13 +283,6 @@ def apply(state: State, only: bool = False) -> contextlib.ExitStack:
             setting.apply(_value_of(setting, value))
             undo.callback(setting.apply, before)
     return undo
-
-
-@contextlib.contextmanager
-def applied(state: State, only: bool = False) -> Iterator[None]:
-    """Applies a state within a ``with`` block."""
-    with apply(state, only):
-        yield
 
 
 class OfThread(NamedTuple):

@@ -23,7 +23,7 @@ from monai.transforms.traits import RandomizableTrait
 from monai_gds.base import stages
 from monai_gds.errors import CacheWarning
 from monai_gds.pipeline.columns import watched
-from monai_gds.pipeline.parts import name_of, parts
+from monai_gds.pipeline.parts import flat, name_of, parts
 from monai_gds.pipeline.steady import Steady
 
 #: What a copy of random transforms shares with them.
@@ -133,13 +133,8 @@ def loaded_keys(transforms: Iterable[Callable[..., Any]]) -> frozenset[str] | Li
     A transform loads if the name of its class, or of one of its bases, begins with ``Load``.
     """
     found: set[str] = set()
-    for transform in transforms:
-        if isinstance(transform, Compose):
-            inner = loaded_keys(transform.transforms)
-            if inner == "all":
-                return "all"
-            found |= inner
-        elif any(cls.__name__.startswith("Load") for cls in type(transform).__mro__):
+    for transform in flat(transforms):
+        if any(cls.__name__.startswith("Load") for cls in type(transform).__mro__):
             if not isinstance(transform, MapTransform):
                 return "all"
             found |= {key for key in transform.keys if isinstance(key, str)}

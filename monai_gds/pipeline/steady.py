@@ -13,17 +13,18 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from monai.transforms import Randomizable, Transform
+from monai.transforms import Transform
 
 from monai_gds import limits
+from monai_gds.base import stages
 from monai_gds.errors import HashingError
 from monai_gds.keys.hashing import hash_transforms
 from monai_gds.pipeline.parts import name_of, parts
-from monai_gds.pipeline.randomness import GLOBAL, is_generator, state_of
+from monai_gds.pipeline.randomness import is_generator, shared, state_of
 
 #: Packages whose objects in transforms of MONAI's are data, or transforms of MONAI's.
 _KNOWN = frozenset(("builtins", "monai", "numpy", "pathlib", "torch"))
@@ -77,7 +78,7 @@ class Steady:
 
     def each(self, transforms: Sequence[Any]) -> Sequence[Any]:
         """The transforms. Iterating over them watches each that is to be watched."""
-        return _Watching(self, transforms) if self.watches else transforms
+        return stages.Around(transforms, self.now, self.note) if self.watches else transforms
 
     def begin(self) -> None:
         """Forgets what this thread has seen of an item that failed."""
@@ -89,7 +90,7 @@ class Steady:
             return None
         digest = self._digest(step)
         own = tuple(state_of(generator) for generator in self._generators[id(step)])
-        return _Now((object() if digest is None else digest, *own), tuple(map(state_of, _shared())))
+        return _Now((object() if digest is None else digest, *own), tuple(map(state_of, shared())))
 
     def note(self, step: Any, before: _Now | None) -> None:
         """Notes that a transform has run."""
@@ -121,14 +122,10 @@ class Steady:
             self._generators.setdefault(id(step), [])
             return None
         found = {id(part): part for part in (*hashed.generators, *parts(step)) if is_generator(part)}
-        shared = set(map(id, _shared()))
-        self._generators[id(step)] = [part for part in found.values() if id(part) not in shared]
+        of_all = set(map(id, shared()))
+        self._generators[id(step)] = [part for part in found.values() if id(part) not in of_all]
         digest: str = hashed.digest
         return digest
-
-
-def _shared() -> list[Any]:
-    return [*(slot.get() for slot in GLOBAL.values()), Randomizable.R]
 
 
 def _is_alone() -> bool:
@@ -144,19 +141,3 @@ def _is_monais(part: Any) -> bool:
     home = part if is_function or isinstance(part, type) else type(part)
     root = str(getattr(home, "__module__", "")).partition(".")[0]
     return root == "monai" or (root in _KNOWN and not is_function)
-
-
-class _Watching(list[Any]):
-    def __init__(self, steady: Steady, transforms: Sequence[Any]) -> None:
-        super().__init__(transforms)
-        self._steady, self._transforms = steady, transforms
-
-    def __getitem__(self, which: SupportsIndex | slice) -> Any:
-        found = self._transforms[which]  # type: ignore[index]
-        return _Watching(self._steady, found) if isinstance(which, slice) else found
-
-    def __iter__(self) -> Iterator[Any]:
-        for step in self._transforms:
-            before = self._steady.now(step)
-            yield step
-            self._steady.note(step, before)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from monai_gds import limits
 from monai_gds.errors import CodecMissing
-from monai_gds.items.tree import Recipe, TreePlan, compile_tree
+from monai_gds.items.tree import Recipe, compile_tree
 from monai_gds.records.header import ARRAYS, TABLE, Header, RunsKey
 from monai_gds.storage import FileId, Reads
 from monai_gds.tiles import device
@@ -26,12 +25,7 @@ from monai_gds.tiles.runs import RunTable, threshold_of
 from monai_gds.tiles.tiles import Layout, Tiles
 from monai_gds.tiles.unpacking import why_not
 
-# Bytes of memory, measured. Per head besides its recipe and its path: ids, slots in dicts. Per table: the arrays of its
-# reads. Per tensor in it: name, shape and range.
-_HEAD_BYTES = 800
-_CHECKSUM_BYTES = 45
-_TABLE_BYTES = 1200
-_ENTRY_BYTES = 400
+T = TypeVar("T")
 
 
 class Form(NamedTuple):
@@ -58,7 +52,6 @@ class TensorTable:
         self.tensors = tensors
         # A template, of a file yet to be named. A read of nothing opens the file, whose identity is checked.
         self.reads = Reads.of("", ranges or [(0, 0)])
-        self.nbytes = _TABLE_BYTES + _ENTRY_BYTES * len(tensors)
 
 
 _shared_table = functools.lru_cache(maxsize=256)(TensorTable)
@@ -75,6 +68,7 @@ class RecordHead(NamedTuple):
     tiled: dict[str, TensorForm]  # those of them that may be read box by box: they come as plain tensors
     rest: TensorTable  # where all other tensors lie; the same as ``table`` if none may be
     runs: dict[RunsKey, tuple[RunTable, int]]  # of tiled labels: the table of the runs, and where the blocks begin
+    nbytes: int  # of memory, about or less: as many as the front of the file has, and those of the tables of tensors
 
     @classmethod
     def of(cls, record: Header, file: FileId, blocks: dict[str, bytes], form: Form, on_gpu: bool) -> RecordHead:
@@ -99,25 +93,21 @@ class RecordHead(NamedTuple):
         ranges = tuple([(e.offset, e.nbytes) for e in entries])
         table = _shared_table(tensors, ranges)
         kept = {"numpy"} if form.numpy else set()
-        tiled = {
-            name: TensorForm(tiles[name].layout.dtype, tiles[name].layout.shape)
-            for name, (_, _, uses) in record.tiles.items() if not uses & {"complex", "requires_grad", *kept}
-        }  # fmt: skip
+        separate = {"complex", "requires_grad", *kept}
+        tiled = {name: _form_of(record, name) for name, tile in record.tiles.items() if not tile.uses & separate}
         others = [i for i, (name, _, _) in enumerate(tensors) if name not in tiled]
         rest = TensorTable(tuple([tensors[i] for i in others]), tuple([ranges[i] for i in others])) if tiled else table
         runs = {
             key: (run_table_of(record, key, np.frombuffer(blocks[key.entries[0]], np.uint8)), at.offset)
             for key, (_, at) in record.runs.items() if key.label in tiled
         }  # fmt: skip
-        return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, runs)
+        nbytes = min((e.offset for e in entries), default=file.size) + limits.HEAD_TENSOR_BYTES * len(tensors)
+        return cls(file, recipe, table, tuple([e.checksum for e in entries]), tiles, tiled, rest, runs, nbytes)
 
     def forms(self) -> dict[str, TensorForm]:
         """What each tensor is, by name, but for those that become arrays."""
-        layouts = {name: tiles.layout for name, tiles in self.tiles.items()}
-        return {
-            name: TensorForm(layouts[name].dtype, layouts[name].shape) if name in layouts else TensorForm(dtype, shape)
-            for name, dtype, shape in self.table.tensors if name not in self.recipe.plan.arrays
-        }  # fmt: skip
+        arrays = self.recipe.plan.arrays
+        return {name: TensorForm(dtype, shape) for name, dtype, shape in self.table.tensors if name not in arrays}
 
     def part(self, names: Collection[str]) -> TensorTable:
         """Where the tensors of these names lie."""
@@ -164,61 +154,13 @@ def check_codecs(record: Header, on_gpu: bool) -> None:
             raise CodecMissing(no_cpu if codec in ON_CPU else f"{no_cpu}, and {no_gpu}")
 
 
-class HeadMemory:
-    """Heads by record path, within a memory budget. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0  # estimated bytes of memory in use
-        self._heads: dict[str, RecordHead] = {}
-        self._uses: Counter[TreePlan | TensorTable] = Counter()  # how many heads share each
-        self._lock = threading.Lock()
-
-    def get(self, path: str) -> RecordHead | None:
-        """The head kept for a path. The file may have changed since: its identity is compared when it is opened."""
-        return self._heads.get(path)
-
-    def keep(self, path: str, head: RecordHead) -> None:
-        """Keeps a head if there is room."""
-        shared = (head.recipe.plan, head.table)
-        with self._lock:
-            self._drop(path)
-            nbytes = _own_bytes(path, head) + sum(part.nbytes for part in shared if not self._uses[part])
-            if self.nbytes + nbytes <= limits.HEADS_BYTES:
-                self._uses.update(shared)
-                self._heads[path] = head
-                self.nbytes += nbytes
-
-    def drop(self, path: str) -> None:
-        """Forgets the head of a path, if any."""
-        with self._lock:
-            self._drop(path)
-
-    def _drop(self, path: str) -> None:
-        head = self._heads.pop(path, None)
-        if head is None:
-            return
-        self.nbytes -= _own_bytes(path, head)
-        for part in (head.recipe.plan, head.table):
-            self._uses[part] -= 1
-            if not self._uses[part]:
-                del self._uses[part]
-                self.nbytes -= part.nbytes
-
-
-def _own_bytes(path: str, head: RecordHead) -> int:
-    """Estimated bytes of memory of a head, without what it shares with others."""
-    tiles = sum(tiles.nbytes for tiles in head.tiles.values()) + (head.rest.nbytes if head.tiled else 0)
-    runs = sum(table.nbytes for table, _ in head.runs.values())
-    return _HEAD_BYTES + len(path) + head.recipe.nbytes + _CHECKSUM_BYTES * len(head.checksums) + tiles + runs
-
-
-class KeptRecords:
-    """What was read of records, by path, within a budget. Thread-safe.
+class Kept(Generic[T]):
+    """What is kept of records, by path, within a budget. Thread-safe.
 
     An epoch reads every record once, so the first records are kept and none is replaced by another.
 
     Args:
-        budget: bytes on the device.
+        budget: bytes.
 
     Attributes:
         nbytes: bytes kept now.
@@ -227,39 +169,42 @@ class KeptRecords:
     def __init__(self, budget: int) -> None:
         self.nbytes = 0
         self._budget = budget
-        self._records: dict[str, tuple[FileId, Sequence[torch.Tensor]]] = {}
+        self._kept: dict[str, tuple[T, int]] = {}
         self._lock = threading.Lock()
 
-    def get(self, path: str) -> Sequence[torch.Tensor] | None:
-        """The tensors kept of the file that is at a path now; None if there are none.
-
-        Raises:
-            OSError: the file no longer exists.
-        """
-        found = self._records.get(path)
-        if found is None:
-            return None
-        file, raw = found
-        if FileId.of(path) == file:
-            return raw
-        self.drop(path)
-        return None
+    def get(self, path: str) -> T | None:
+        """What is kept of a path. Its file may have changed since."""
+        found = self._kept.get(path)
+        return None if found is None else found[0]
 
     def has_room(self, path: str, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` would be kept. Another thread may take the room meanwhile."""
-        return path in self._records or self.nbytes + nbytes <= self._budget
+        return path in self._kept or self.nbytes + nbytes <= self._budget
 
-    def keep(self, path: str, file: FileId, raw: Sequence[torch.Tensor]) -> None:
-        """Keeps what was read of a file, if there is room. Nobody else may write to it."""
-        nbytes = sum(tensor.nbytes for tensor in raw)
+    def keep(self, path: str, what: T, nbytes: int) -> None:
+        """Keeps something of a record, if there is room."""
         with self._lock:
-            if path not in self._records and self.nbytes + nbytes <= self._budget:
-                self._records[path] = file, raw
+            if path not in self._kept and self.nbytes + nbytes <= self._budget:
+                self._kept[path] = what, nbytes
                 self.nbytes += nbytes
 
     def drop(self, path: str) -> None:
         """Frees what was kept of a path, if anything."""
         with self._lock:
-            found = self._records.pop(path, None)
-            if found is not None:
-                self.nbytes -= sum(tensor.nbytes for tensor in found[1])
+            self.nbytes -= self._kept.pop(path, (None, 0))[1]
+
+
+class KeptRecords(Kept[tuple[FileId, Sequence[torch.Tensor]]]):
+    """What was read of files, with their identities, in the memory of a device. Nobody else may write to it."""
+
+    def of_file(self, path: str) -> Sequence[torch.Tensor] | None:
+        """The tensors kept of the file that is at a path now; None if there are none.
+
+        Raises:
+            OSError: the file no longer exists.
+        """
+        found = self.get(path)
+        if found is None or FileId.of(path) == found[0]:
+            return None if found is None else found[1]
+        self.drop(path)
+        return None

@@ -12,12 +12,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.file_systems import LOCAL, kind_of_folder
 from monai_gds.errors import DamagedRecord, FileChanged, NewerRecord
 from monai_gds.records.entries import read_record
 from monai_gds.records.header import SUFFIX, Header, RunsKey
-from monai_gds.records.heads import Form, HeadMemory, KeptRecords, RecordHead, TensorTable
+from monai_gds.records.heads import Form, Kept, KeptRecords, RecordHead, TensorTable
 from monai_gds.records.problems import Problems, is_of_record
 from monai_gds.records.volumes import Part, reads_of
 from monai_gds.records.writing import check_name
@@ -67,7 +68,7 @@ class RecordReader:
         self, storage: Storage, verify: Verify, form: Form, problems: Problems, device_bytes: int = 0,
         mmap: Mmap = "auto", on_first_read: Callable[[str], None] | None = None, copies: bool = False,
     ) -> None:  # fmt: skip
-        self.heads = HeadMemory()
+        self.heads: Kept[RecordHead] = Kept(limits.HEADS_BYTES)
         self.storage = storage
         self.device = storage.device
         self.on_cpu = storage.device.type == "cpu"
@@ -90,7 +91,7 @@ class RecordReader:
             _, head = self.examine(path)
             if self._damaged.get(path) == head.file:
                 raise DamagedRecord("it was found damaged before")
-            self.heads.keep(path, head)
+            self.heads.keep(path, head, head.nbytes)
             if self._on_first_read is not None:
                 self._on_first_read(_digest(path))
         return head
@@ -187,15 +188,19 @@ class RecordReader:
     ) -> Begun:
         """Takes a record from the device's memory, or begins to read all of it, to be kept there."""
         assert self._kept is not None, "the caller has checked"
-        raw = self._kept.get(path)
+        raw = self._kept.of_file(path)
         if raw is not None:
             stages.count(stages.KEPT, sum(tensor.nbytes for tensor in raw))
             unpacking = Unpacking(wanted, kept=True, only=only)
             pending = Pending.completed(list(raw), self.device)
         else:
-            unpacking = Unpacking(wanted, keep=functools.partial(self._kept.keep, path, head.file), only=only)
+            unpacking = Unpacking(wanted, keep=functools.partial(self._keep, path, head.file), only=only)
             pending = self.storage.load(head.table.reads.at(path, head.file))
         return Begun(pending.then(unpacking, aside=True), unpacking)
+
+    def _keep(self, path: str, file: FileId, raw: Sequence[torch.Tensor]) -> None:
+        assert self._kept is not None, "only then is anything kept"
+        self._kept.keep(path, (file, raw), sum(tensor.nbytes for tensor in raw))
 
     def unpacks_there(self) -> bool:
         """Whether tiles are unpacked on the target, a CUDA device. Warns once if they cannot be."""

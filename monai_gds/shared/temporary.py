@@ -109,10 +109,18 @@ def _open_folder(above: int, name: str) -> int:
 
 
 def create(folder: int, name: str, content: bytes = b"", at_most: int = ANY) -> None:
-    """Creates a file, which has the group and mode of its folder, but no permissions besides ``at_most``."""
-    with open(os.open(name, _CREATE, at_most, dir_fd=folder), "wb") as file:
-        share_file(file.fileno(), os.fstat(folder), at_most)
-        file.write(content)
+    """Creates a file, which has the group and mode of its folder, but no permissions besides ``at_most``.
+
+    If it cannot be written, nothing is left of it.
+    """
+    fd = os.open(name, _CREATE, at_most, dir_fd=folder)
+    try:
+        with open(fd, "wb") as file:
+            share_file(fd, os.fstat(folder), at_most)
+            file.write(content)
+    except OSError:
+        os.unlink(name, dir_fd=folder)
+        raise
 
 
 def read(folder: int, name: str, most: int, begin: int = 0) -> tuple[bytes, os.stat_result]:

@@ -230,7 +230,6 @@ class RunTable:
         above: of joint runs, whether the image is above the threshold, 1-D bool CPU tensor, one per value. A value may
             be there twice then. None for those of the tensor alone.
         counts: how many elements of each block have each value, uint32 (blocks, values).
-        nbytes: how many bytes of memory the table takes.
 
     Raises:
         DamagedRecord: the table does not fit the tensor or the blocks.
@@ -257,7 +256,6 @@ class RunTable:
         pairs = np.hstack([parts[3].reshape(values, -1), parts[4].reshape(values, -1)])
         if parts[4].max(initial=0) > 1 or len(np.unique(pairs, axis=0)) != values:
             raise DamagedRecord("the table of its runs has a value twice")
-        self.nbytes = len(table)
         most = self._per_block * _RUN
         in_range = self._sizes.min() >= -255 and self._sizes.max() <= most
         if not in_range or np.maximum(self._sizes, 0).sum(dtype=np.int64) != nbytes:

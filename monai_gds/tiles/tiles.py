@@ -291,7 +291,6 @@ class Tiles:
         values: the palette, or None.
         divisor: indices divided by it are the palette's values, bit for bit: those of labels that count from 0, divided
             by 1, and of integers that were scaled to 0..1. None if there is no such number.
-        nbytes: how many bytes of memory these take.
 
     Raises:
         DamagedRecord: the table does not fit the layout or the streams.
@@ -311,7 +310,6 @@ class Tiles:
             raise DamagedRecord("the sizes of its tiles do not add up to its bytes")
         self.values = torch.from_numpy(self.table[8 * count :]).view(layout.dtype) if layout.values else None
         self.divisor = None if self.values is None else _divisor(self.values)
-        self.nbytes = self.table.nbytes + self.verified.nbytes
 
     @property
     def starts(self) -> np.ndarray:

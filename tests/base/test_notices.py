@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,26 @@ def test_a_notice_is_new_once() -> None:
 def test_a_notice_given_by_a_forked_process_is_not_new_here() -> None:
     in_child(Notice("by a child").mark_given)
     assert not Notice("by a child").is_new()
+
+
+def _give_in_a_process_of_ones_own(levels: int) -> None:
+    Notice("by a spawned process", levels).mark_given()
+    if levels:
+        _run(_give_in_a_process_of_ones_own, levels - 1)
+
+
+def _run(work: Callable[..., None], *args: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=args)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_notice_given_by_a_spawned_process_is_not_new_here() -> None:
+    """Nor one that a process gave which that one has spawned."""
+    _run(_give_in_a_process_of_ones_own, 1)
+    assert not Notice("by a spawned process", 1).is_new()
+    assert not Notice("by a spawned process", 0).is_new()
 
 
 def test_of_processes_that_ask_at_once_one_is_told_that_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

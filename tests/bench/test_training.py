@@ -47,13 +47,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return Training(write_volumes(tmp_path_factory.mktemp("volumes"), 5, shape), shape, CPU, workers=1)
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_after_ctrl_c_the_complete_turns_are_reported(
+    tiny: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """In the middle of the turn after them."""
+    left = 2 * (turns + 1) + 1
+    measure = training.epoch
+
+    def counted(*args: Any) -> Epoch:
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        return measure(*args)
+
+    monkeypatch.setattr(training, "epoch", counted)
+    if not turns:
+        with pytest.raises(KeyboardInterrupt):
+            training.compare(tiny, tmp_path, [IN_MEMORY], 5)
+        return
+    report = training.compare(tiny, tmp_path, [IN_MEMORY], 5)
+    assert [len(row.samples) for row in (*report.ceilings, *report.rows)] == [turns] * 2
+
+
 @pytest.mark.parametrize("heavy", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_feeds_the_same_training(
     tiny: Training, tmp_path: Path, name: str, device: str, heavy: bool
 ) -> None:
-    placed = replace(tiny, device=torch.device(device), heavy=heavy)
+    placed = replace(tiny, device=torch.device(device), heavy=heavy, numpy=heavy)
     try:
         feed = PEERS[name](placed, tmp_path)
     except BackendUnavailable as e:
@@ -77,6 +101,9 @@ def test_every_peer_feeds_the_same_training(
     [
         ({}, (8, 1, 16, 16, 16), "5 volumes of 40 x 32 x 32, batches of 2: 4 crops of 16³ per volume"),
         ({"heavy": True}, (8, 1, 16, 16, 16), "crops of 16³ per volume, rotated and smoothed"),
+        ({"whole": True}, (2, 1, 40, 32, 32), "5 volumes of 40 x 32 x 32, batches of 2: whole volumes"),
+        ({"numpy": True}, (8, 1, 16, 16, 16), "crops of 16³ per volume, then NumPy"),
+        ({"whole": True, "heavy": True, "numpy": True}, (2, 1, 40, 32, 32), "rotated and smoothed, then NumPy"),
     ],
 )
 @pytest.mark.parametrize("name", [CEILING, IN_MEMORY, "GDSDataLoader, 0 workers"])
@@ -97,6 +124,8 @@ def test_the_transforms_that_options_add(tiny: Training) -> None:
 
     light = names()
     assert names(heavy=True) - light == {"RandAffined", "RandGaussianSmoothd"}
+    assert names(numpy=True) - light == {"RandGamma"}
+    assert light - names(whole=True) == {"RandCropByPosNegLabeld", "RandRotate90d"}
 
 
 def test_only_worker_processes_are_kept_off_the_device(tiny: Training, tmp_path: Path) -> None:
@@ -116,6 +145,11 @@ def test_only_worker_processes_are_kept_off_the_device(tiny: Training, tmp_path:
         "GDSDataLoader, n workers": CPU,
         "GDSDataLoader, n workers, fast programs": CPU,
     }
+
+
+def test_indices_are_for_crops(tiny: Training, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="no crops"):
+        PEERS[INDICES](replace(tiny, whole=True), tmp_path)
 
 
 def test_epochs_are_divided_by_the_ceilings_of_the_same_turn(tmp_path: Path) -> None:
@@ -180,21 +214,22 @@ def test_the_report_holds_ranges_and_reasons(tmp_path: Path) -> None:
     file, folder = tmp_path / "found.json", tmp_path / "new" / "folder"
     arguments = ["--cpu", "--volumes", 4, "--shape", 32, 32, 32, "--workers", 1, "--epochs", 2, "--cold"]
     only = ["--only", "cachedataset", "--only", "indices", "--only", "gdsdataset, t"]
-    done = run("bench", "training", *arguments, *only, "--folder", folder, "--json", file)
+    done = run("bench", "training", *arguments, *only, "--folder", folder, "--whole", "--json", file)
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())
     (report,) = found["reports"]
     rows = {row["name"]: row for row in (*report["rows"], *report["ceilings"])}
     assert list(rows) == [INDICES, IN_MEMORY, MONAIS, "GDSDataset, ThreadDataLoader", CEILING]
     assert rows[CEILING]["samples"] == [1, 1]
-    for name in (INDICES, IN_MEMORY, "GDSDataset, ThreadDataLoader", CEILING):
+    for name in (IN_MEMORY, "GDSDataset, ThreadDataLoader", CEILING):
         for figure in (rows[name], *rows[name]["figures"].values()):
             assert 0 < figure["lowest"] <= figure["median"] <= figure["highest"]
         assert len(rows[name]["figures"]["cores"]["samples"]) == 2
+    assert rows[INDICES]["reason"] == "there are no crops that indices would be for"
     assert rows[MONAIS]["reason"].startswith("needs ") and rows[MONAIS]["reason"] in done.stdout
     assert rows["GDSDataset, ThreadDataLoader"]["notes"]["page cache before"]
     assert rows[IN_MEMORY]["notes"] == {}, "it has no files"
-    assert found["about"]["workers"] == 1 and "4 crops of 16³" in done.stdout
+    assert found["about"]["workers"] == 1 and "whole volumes" in done.stdout
     assert [path.name for path in folder.iterdir()] == ["32x32x32"], "the volumes stay, and the caches do not"
 
 

@@ -648,6 +648,13 @@ def test_arguments_that_make_no_sense(
         dataset(folder, **arguments)
 
 
+def test_an_argument_that_is_spelt_wrong_is_named_with_the_right_one(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"no argument 'suffle': do you mean 'shuffle'\?"):
+        dataset(folder, suffle=True)
+    with pytest.raises(TypeError, match=r"no argument 'xyzzy'$"):
+        dataset(folder, xyzzy=1)
+
+
 def test_what_it_is_printed_as(folder: Path, packed: Path) -> None:
     assert repr(dataset(folder, 4, shard_id=1, num_shards=2)) == (
         f"<ImageNetDataset: 23 images of {folder}, in order, in batches of 4; reader='auto', shard 1 of 2, cpu>"

@@ -455,6 +455,29 @@ def test_lightning_continues_an_epoch(folder: Path, tmp_path: Path) -> None:
             assert got == expected[step:]
 
 
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
+def test_lightning_continues_from_a_state_that_its_loader_was_given_before(folder: Path, tmp_path: Path) -> None:
+    """Under DDP it makes another loader, with a sampler of its own. The state is used once."""
+    pytest.importorskip("lightning", reason="this machine has no Lightning")
+
+    def fit(of: GDSDataLoader, part: str) -> tuple[list[Any], Any]:
+        given = {"train_dataloaders": of}
+        return seen_by_lightning(
+            lambda batch: [(item["number"], item["normal"]) for item in batch], tmp_path / part, given,
+            max_epochs=1, strategy="ddp", devices=1,
+        )  # fmt: skip
+
+    expected, _ = fit(loader(dataset(folder), SETTINGS["shuffled"], 3), "whole")
+    path = tmp_path / "whole" / "step=1.ckpt"
+    (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    again = loader(dataset(folder), SETTINGS["shuffled"], 9)
+    again.load_state_dict(state)
+    rest, trainer = fit(again, "rest")
+    assert trainer.train_dataloader is not again
+    assert rest == expected[1:]
+    assert len(fit(again, "another")[0]) == len(expected)
+
+
 # Leaving early
 
 
@@ -533,6 +556,7 @@ def test_the_state_of_another_pipeline_gives_the_items_and_a_warning(folder: Pat
     loop = iter(first)
     next(loop)
     again = loader(dataset(folder, in_tiles), SETTINGS["shuffled"], 9)
+    again.load_state_dict(first.state_dict())
     with pytest.warns(UserWarning, match=r"another pipeline: only one of the two has transforms\.\d"):
-        again.load_state_dict(first.state_dict())
-    assert [item["number"] for batch in again for item, _ in batch] == expected[2:]
+        found = [item["number"] for batch in again for item, _ in batch]
+    assert found == expected[2:]

@@ -12,7 +12,7 @@ import torch
 from PIL import ImageFile
 
 from monai_gds.pipeline import settings
-from monai_gds.pipeline.settings import State, applied, capture, capture_all
+from monai_gds.pipeline.settings import State, apply, capture, capture_all
 from tests.fresh import Interpreter, printed_by
 
 
@@ -48,23 +48,23 @@ def test_each_setting_is_captured_applied_and_put_back(name: str) -> None:
     SETTINGS[name]()
     found = capture()
     assert [setting for setting, _ in found] == [name]
-    with applied(()):  # as another process begins
+    with apply(()):  # as another process begins
         assert capture() == ()
-        with applied(found):
+        with apply(found):
             assert capture() == found
         assert capture() == ()
     assert capture() == found
 
 
 def test_an_error_puts_the_settings_back() -> None:
-    with pytest.raises(RuntimeError), applied((("track_meta", "False"), ("default_dtype", "torch.float64"))):
+    with pytest.raises(RuntimeError), apply((("track_meta", "False"), ("default_dtype", "torch.float64"))):
         assert len(capture()) == 2
         raise RuntimeError
     assert capture() == ()
 
 
 def test_no_mode_of_a_device_stays_in_force() -> None:
-    with applied((("default_device", "meta"),)):
+    with apply((("default_device", "meta"),)):
         assert torch.empty(1).is_meta
     assert torch.overrides._get_current_function_mode() is None
 
@@ -101,7 +101,7 @@ def test_matrix_precision_counts_on_a_cpu_that_has_less_of_it(monkeypatch: pytes
         assert [name for name, _ in found] == ["cpu_matmul"]
         assert torch.get_float32_matmul_precision() == "medium"
         torch.set_float32_matmul_precision("highest")
-        with applied(found):
+        with apply(found):
             assert capture() == found
         assert capture() == ()
     finally:
@@ -119,7 +119,7 @@ def test_precision_of_convolutions_counts_on_a_cpu_that_has_less_of_it(monkeypat
         found = capture()
         assert found == (("cpu_conv", "bf16"),)
         assert torch.backends.mkldnn.conv.fp32_precision == "bf16"
-        with applied(()):
+        with apply(()):
             assert capture() == ()
         assert capture() == found
     finally:
@@ -142,7 +142,7 @@ def _captured_after(setting: str) -> tuple[State, list[str]]:
         exec(f"torch.backends.{setting} = {value!r}")
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     found = capture_all()
-    with applied(()), applied(found):
+    with apply(()), apply(found):
         assert capture_all() == found
     assert capture_all() == found
     return capture(), [name for name, _ in found]
@@ -169,5 +169,5 @@ print(capture())
 
 def test_what_cannot_be_applied_shows_in_what_is_captured() -> None:
     wanted: State = (("monai_compiled", "True"),)
-    with applied(wanted):
+    with apply(wanted):
         assert capture() != wanted

@@ -39,7 +39,8 @@ class ByHand:
         """Image and label as one tensor ``(2, x, y, z)`` on the device; the indices of labelled and other voxels."""
         item = Compose(self._training.deterministic())(self._training.items[index])
         image, label = (item[key].as_subclass(torch.Tensor) for key in KEYS)
-        voxels = [np.flatnonzero(at.numpy()).astype(np.int32) for at in (label > 0, (label == 0) & (image > 0))]
+        centers = [] if self._training.whole else [label > 0, (label == 0) & (image > 0)]
+        voxels = [np.flatnonzero(where.numpy()).astype(np.int32) for where in centers]
         return torch.cat([image, label]).to(self._training.device), voxels
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -50,7 +51,10 @@ class ByHand:
             yield {key: torch.stack(part) for key, part in zip(KEYS, parts, strict=True)}
 
     def _cuts(self, volume: torch.Tensor, voxels: list[np.ndarray]) -> Iterator[torch.Tensor]:
-        """Random crops of a volume, half of them around a labelled voxel."""
+        """Random crops of a volume, half of them around a labelled voxel; or the whole volume."""
+        if self._training.whole:
+            yield volume
+            return
         crop, shape = self._training.crop, volume.shape[1:]
         for _ in range(CROPS):
             center = np.unravel_index(self._random.choice(voxels[self._random.integers(2)]), shape)
@@ -63,13 +67,15 @@ class ByHand:
         if self._training.heavy:
             cut = self._moved(cut)
         cut = cut.flip([axis for axis in (1, 2, 3) if likely()])
-        if likely():
+        if not self._training.whole and likely():
             cut = cut.rot90(int(self._random.integers(1, 4)), (1, 2))
         image, label = cut[:1], cut[1:]
         scale, shift = (draw(-0.1, 0.1) * likely() for _ in range(2))
         image = image * (1 + scale) + shift
         if self._training.heavy and likely():
             image = _smoothed(image, draw(0.25, 1.5, 3))
+        if self._training.numpy:
+            image = image.clamp(min=0) ** draw(0.8, 1.25)
         return image, label
 
     def _likely(self) -> bool:

@@ -270,6 +270,18 @@ class KvikioBackend(Backend):
             self._ways[folder] = stages.DIRECT if direct else otherwise
         return self._ways[folder]
 
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """See :meth:`Backend.memory`. Where cuFile may fill it, it begins at a page, as large tensors in files do.
+
+        What that gains is not known: no machine at hand reads directly. It is not registered with cuFile: each
+        load has its own destinations, and what lives long is torch's segments, which torch frees without notice, though
+        by then they must not be registered any more.
+        """
+        if self._use == "never" or nbytes < limits.KVIKIO_LEAST_BYTES:
+            return super().memory(nbytes)
+        raw = super().memory(nbytes + ALIGNMENT)
+        return raw[-raw.data_ptr() % ALIGNMENT :]
+
     def start(self, reads: Reads, into: Sequence[torch.Tensor]) -> Pending:
         large = reads.nbytes >= limits.KVIKIO_LEAST_BYTES
         large &= np.array([tensor.is_cuda for tensor in into], bool)[reads.dest]

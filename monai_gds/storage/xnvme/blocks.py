@@ -41,7 +41,8 @@ from monai_gds.storage.xnvme.user_space import UPCIE, full_address
 
 _KERNEL = (*KERNEL_INTERFACES, PASSTHROUGH)
 
-#: Drivers whose buffers are GPU memory without being asked.
+#: Drivers whose buffers are GPU memory without being asked. The driver creates a CUDA context for it: whether torch's
+#: kernels reach that memory was not tried.
 _GPU_DRIVERS = ("upcie-cuda",)
 
 #: Transfers issued between two polls of the queue: io_uring starts them only when polled. Measured on 2 cores.

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from monai_gds.base.stages import COMPATIBLE, DIRECT, HOST, STAGED, WAYS, Watch, measured
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.limits import KVIKIO_LEAST_BYTES, KVIKIO_PIECE_BYTES, KVIKIO_TASK_BYTES, KVIKIO_TASKS
-from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, available_backends, files, open_storage
+from monai_gds.storage import ALIGNMENT, FileId, Reads, Storage, available_backends, files, open_storage, staging
 from monai_gds.storage.backend import Backend
 from monai_gds.storage.plain import kvikio as kvikio_module
 from monai_gds.storage.plain.kvikio import KvikioBackend
@@ -180,6 +181,25 @@ def test_simulated_straight_reads_are_one_task_each_and_not_all_at_once(
     assert bytes_of(pending.wait()[0]) == data
     assert max(nbytes for _, nbytes in kvikio.reads) <= KVIKIO_TASK_BYTES
     assert len({nbytes for _, nbytes in kvikio.reads}) <= 2, "even pieces"
+
+
+def test_simulated_cufile_is_given_destinations_that_begin_at_a_page(
+    kvikio: simulated.KvikIO, gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        """As torch's allocator: at any multiple of 512 bytes."""
+        raw = dest(nbytes + 2 * ALIGNMENT)
+        return raw[-raw.data_ptr() % ALIGNMENT + 512 :][:nbytes]
+
+    monkeypatch.setattr(staging, "allocate_on_copy_stream", allocate)
+    kvikio.prefers_compat_mode, kvikio.settings["compat_mode"] = False, "OFF"
+    data = content(5_000_001)
+    (tmp_path / "file.bin").write_bytes(data)
+    with closing(Storage(KvikioBackend(simulated.GPU))) as storage:
+        reads = Reads.of(str(tmp_path / "file.bin"), [(0, len(data)), (4096, 2 << 20), (0, 5000)])
+        tensors = storage.load(reads).wait()
+    assert [bytes_of(tensor) for tensor in tensors] == [data, data[4096:][: 2 << 20], data[:5000]]
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in tensors] == [0, 0, 512], "small ones do not go through cuFile"
 
 
 def test_simulated_straight_reads_wait_for_what_is_queued_on_the_copy_stream(

@@ -40,11 +40,8 @@ class Undecided:
 
 
 @pytest.mark.parametrize("heavy", [False, True])
-def test_by_hand_the_volumes_are_those_of_the_transforms(
-    tiny: Training, heavy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ByHand, "_cuts", lambda self, volume, voxels: [volume])
-    made = ByHand(replace(tiny, heavy=heavy))
+def test_by_hand_the_volumes_are_those_of_the_transforms(tiny: Training, heavy: bool) -> None:
+    made = ByHand(replace(tiny, whole=True, heavy=heavy))
     made._random = Undecided()  # type: ignore[assignment]
     batch = next(iter(made))
     for key in KEYS:

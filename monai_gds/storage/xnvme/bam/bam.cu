@@ -16,12 +16,13 @@ constexpr u64 PAGE = 4096, LIST_ENTRIES = PAGE / 8;
 constexpr u32 MOST_DEPTH = 1024;
 
 // Results of a command besides the controller's own status: see queues.py.
-constexpr int LOST = -1, STRANGE = -2;
+constexpr int LOST = -1, STRANGE = -2, UNSENT = -3;
 
-// A queue pair. The last three are kept from one launch to the next.
+// A queue pair. What follows its depth is kept from one launch to the next; `since` is when something last completed.
 struct Queue {
     u64 submission, completion, submission_doorbell, completion_doorbell;
-    u32 depth, tail, head, phase;
+    u32 depth, tail, head, phase, flying, failed;
+    u64 since;
 };
 
 // Blocks to read into a slot of the pool.
@@ -30,23 +31,31 @@ struct Command {
     u32 blocks, slot;
 };
 
-// What the host passes. `pages` holds the controller's address of each page of the pool, `list_pages` of each page of
+// The identifiers of a queue pair. `ids` is a stack: with n commands in flight, the identifiers from ids[n] on are free.
+struct Identifiers {
+    u32 ids[MOST_DEPTH];
+    int slots[MOST_DEPTH];  // of the command in flight, by identifier; -1: none
+};
+
+// What the host passes: `count` new commands, to be spread over the queues from queue `first` on. `results` are by slot.
+// `over` is set by the first block that leaves, or by the host if it has more commands. `identifiers` are kept from one
+// launch to the next. `pages` holds the controller's address of each page of the pool, `list_pages` of each page of
 // `lists`. Each slot has one list of `list_entries`, a power of two, so that no list crosses a page.
 struct Batch {
     Queue* queues;
+    Identifiers* identifiers;
     const Command* commands;
     int* results;
+    u32* over;
     const u64* pages;
     u64* lists;
     const u64* list_pages;
-    u64 count, slot_pages, list_entries, block_bytes, nsid, limit_ns;
+    u64 count, first, slot_pages, list_entries, block_bytes, nsid, limit_ns;
 };
 
-// Shared by the threads of a block. `ids` is a stack: with n commands in flight, the identifiers from ids[n] on are free.
-struct Shared {
-    u32 arrived, late, strange;
-    u32 ids[MOST_DEPTH];
-    int commands[MOST_DEPTH];  // by identifier; -1: none is in flight
+// Shared by the threads of a block.
+struct Shared : Identifiers {
+    u32 arrived, late, strange, over;
 };
 
 #ifdef __CUDACC__
@@ -89,50 +98,77 @@ __device__ void encode(const Batch& batch, const Command& command, u32 id, volat
 __device__ void ring(u64 doorbell, u32 value) { *(volatile u32*)doorbell = value; }
 
 // The last word of the i-th completion entry from the head on: identifier, phase bit, status. One load, never torn.
-__device__ u32 completion(const Queue& queue, u32 head, u32 i)
+__device__ u32 completion(const Queue& queue, u32 i)
 {
-    return ((const volatile u32*)queue.completion)[(head + i) % queue.depth * 4 + 3];
+    return ((const volatile u32*)queue.completion)[(queue.head + i) % queue.depth * 4 + 3];
 }
 
-// Drives a block's queue until its share of the batch is over: every gridDim.x-th command. Where nothing completes for
-// `limit_ns`, it gives up, and what is in flight is lost. The loops of all threads take the same turns.
+// Puts as many commands of the block's share, from `next` on, into its queue as there is room for. Returns how many.
+__device__ u32 submit(const Batch& batch, Shared& shared, Queue& queue, u32 flying, u64 next)
+{
+    const u64 left = next < batch.count ? (batch.count - next + gridDim.x - 1) / gridDim.x : 0;
+    const u32 room = queue.depth - 1 - flying, fresh = left < room ? (u32)left : room;
+    for (u32 i = threadIdx.x; i < fresh; i += blockDim.x) {
+        const u32 id = shared.ids[flying + i];
+        const Command& command = batch.commands[next + (u64)i * gridDim.x];
+        shared.slots[id] = (int)command.slot;
+        encode(batch, command, id, (volatile u32*)queue.submission + (queue.tail + i) % queue.depth * 16);
+    }
+    queue.tail = (queue.tail + fresh) % queue.depth;
+    return fresh;
+}
+
+// Keeps the identifiers for the next launch. If the queue failed, notes it of what has no result.
+__device__ void keep(const Batch& batch, const Shared& shared, u32 most, bool failed, u64 next)
+{
+    Identifiers& kept = batch.identifiers[blockIdx.x];
+    for (u32 i = threadIdx.x; i < most; i += blockDim.x) {
+        kept.ids[i] = shared.ids[i];
+        kept.slots[i] = shared.slots[i];
+        if (failed && shared.slots[i] >= 0) batch.results[shared.slots[i]] = shared.strange ? STRANGE : LOST;
+    }
+    if (failed)
+        for (u64 i = next + (u64)threadIdx.x * gridDim.x; i < batch.count; i += (u64)blockDim.x * gridDim.x)
+            batch.results[batch.commands[i].slot] = UNSENT;
+}
+
+// Drives a block's queue: submits its share of the batch, which is every gridDim.x-th command, and takes completions
+// until the host has something to do: a command of any queue has completed, or more commands have come. What is in
+// flight then stays so, and the next launch takes its completion. Where nothing completes for `limit_ns`, the block
+// gives up, and what is in flight is lost. The loops of all threads take the same turns.
 __device__ void drive(const Batch& batch, Shared& shared)
 {
-    const Queue queue = batch.queues[blockIdx.x];
+    Queue queue = batch.queues[blockIdx.x];
+    const Identifiers& kept = batch.identifiers[blockIdx.x];
     const bool leads = threadIdx.x == 0;
     const u32 depth = queue.depth, most = depth - 1;  // a full queue would look empty
-    u32 tail = queue.tail, head = queue.head, phase = queue.phase, flying = 0;
-    u64 next = blockIdx.x, since = now();
+    u32 flying = queue.flying;
+    u64 next = (blockIdx.x + gridDim.x - batch.first) % gridDim.x;
+    if (!flying) queue.since = now();
     for (u32 i = threadIdx.x; i < most; i += blockDim.x) {
-        shared.ids[i] = i;
-        shared.commands[i] = -1;
+        shared.ids[i] = flying ? kept.ids[i] : i;
+        shared.slots[i] = flying ? kept.slots[i] : -1;
     }
     if (leads) shared.strange = 0;
     __syncthreads();
 
-    while (flying || next < batch.count) {
-        const u64 left = next < batch.count ? (batch.count - next + gridDim.x - 1) / gridDim.x : 0;
-        const u32 fresh = left < most - flying ? (u32)left : most - flying;
-        for (u32 i = threadIdx.x; i < fresh; i += blockDim.x) {
-            const u32 id = shared.ids[flying + i];
-            const u64 number = next + (u64)i * gridDim.x;
-            shared.commands[id] = (int)number;
-            encode(batch, batch.commands[number], id, (volatile u32*)queue.submission + (tail + i) % depth * 16);
-        }
+    bool over = false, failed = false;
+    while ((flying || next < batch.count) && !over && !failed) {
+        const u32 fresh = submit(batch, shared, queue, flying, next);
         flying += fresh;
         next += (u64)fresh * gridDim.x;
-        tail = (tail + fresh) % depth;
         if (leads) {
             shared.arrived = flying;
-            shared.late = now() - since > batch.limit_ns;
+            shared.late = now() - queue.since > batch.limit_ns;
+            shared.over = *(volatile u32*)batch.over;
         }
         __threadfence_system();
         __syncthreads();
 
-        if (leads && fresh) ring(queue.submission_doorbell, tail);
+        if (leads && fresh) ring(queue.submission_doorbell, queue.tail);
         for (u32 i = threadIdx.x; i < flying; i += blockDim.x) {
-            const u32 expected = head + i < depth ? phase : phase ^ 1;
-            if ((completion(queue, head, i) >> 16 & 1) != expected) {
+            const u32 expected = queue.head + i < depth ? queue.phase : queue.phase ^ 1;
+            if ((completion(queue, i) >> 16 & 1) != expected) {
                 atomicMin(&shared.arrived, i);
                 break;
             }
@@ -140,38 +176,37 @@ __device__ void drive(const Batch& batch, Shared& shared)
         __syncthreads();
 
         const u32 arrived = shared.arrived, late = shared.late;
+        over = next >= batch.count && (arrived || shared.over);
         for (u32 i = threadIdx.x; i < arrived; i += blockDim.x) {
-            const u32 word = completion(queue, head, i), id = word & 0xffff;
-            const int number = id < most ? atomicExch(&shared.commands[id], -1) : -1;
-            if (number < 0) {
+            const u32 word = completion(queue, i), id = word & 0xffff;
+            const int slot = id < most ? atomicExch(&shared.slots[id], -1) : -1;
+            if (slot < 0) {
                 atomicExch(&shared.strange, 1u);
                 continue;
             }
-            batch.results[number] = (int)(word >> 16 & 0xfffe);
+            batch.results[slot] = (int)(word >> 16 & 0xfffe);
             shared.ids[flying - arrived + i] = id;
         }
         __threadfence_system();
         __syncthreads();
 
         flying -= arrived;
-        if (head + arrived >= depth) phase ^= 1;
-        head = (head + arrived) % depth;
+        if (queue.head + arrived >= depth) queue.phase ^= 1;
+        queue.head = (queue.head + arrived) % depth;
         if (leads && arrived) {
-            ring(queue.completion_doorbell, head);
-            since = now();
+            ring(queue.completion_doorbell, queue.head);
+            queue.since = now();
         }
-        if (shared.strange || (late && !arrived)) break;
+        failed = shared.strange || (late && !arrived);
         if (!arrived) rest();
     }
 
-    for (u32 i = threadIdx.x; i < most; i += blockDim.x)
-        if (shared.commands[i] >= 0) batch.results[shared.commands[i]] = shared.strange ? STRANGE : LOST;
-    if (leads) {
-        Queue& kept = batch.queues[blockIdx.x];
-        kept.tail = tail;
-        kept.head = head;
-        kept.phase = phase;
-    }
+    keep(batch, shared, most, failed, next);
+    if (!leads) return;
+    queue.flying = flying;
+    queue.failed = failed;
+    batch.queues[blockIdx.x] = queue;
+    if (over || failed) *(volatile u32*)batch.over = 1;
 }
 
 #ifdef __CUDACC__

@@ -5,8 +5,8 @@ commands are built, submitted and polled by a kernel (``bam.cu``), as in BaM (Qu
 
     reads ─plan─▶ extents ─▶ commands ─▶ kernel: entries, doorbells, completions ─▶ pool ─copy stream─▶ destination
 
-Transfers that arrive while the kernel runs make up its next batch. The pool is the controller's own memory, since it
-cannot reach torch's.
+Transfers that arrive while the kernel runs join those in flight at its next launch (:mod:`.queues`). The pool is the
+controller's own memory, since it cannot reach torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_QUEUES = 128
 #: Why there is no controller but the one in software.
 _NO_DRIVE = (
     "no drive gives it queues: libxnvme's xnvme_cuda_queue_create keeps them, and the memory that commands read into, "
-    "in a CUDA context of its own, which kernels and tensors of torch do not reach"
+    "in a CUDA context of its own, and this kernel runs in torch's"
 )
 
 

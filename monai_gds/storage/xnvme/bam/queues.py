@@ -22,9 +22,12 @@ SOURCE = Path(__file__).with_name("bam.cu")
 #: Most entries of a queue; as in the kernel.
 MOST_DEPTH = 1024
 
-#: Results of a command besides the controller's status. The kernel notes that a command was not answered in time, or
-#: that the controller completed one that was not in flight; the host, that its queue failed before it was submitted.
+#: Results of a command besides the controller's status, which the kernel notes: it was not answered in time, the
+#: controller completed one that was not in flight, or its queue failed before it was submitted.
 LOST, STRANGE, UNSENT = -1, -2, -3
+
+#: What the host notes for a command that it hands to the kernel, which may be in flight over several launches.
+_UNDER_WAY = -4
 
 #: Threads per block, and so per queue.
 _THREADS = 128
@@ -34,14 +37,15 @@ _POLL_SECONDS = 5e-5
 
 _QUEUE = np.dtype(
     [(name, np.uint64) for name in ("submission", "completion", "submission_doorbell", "completion_doorbell")]
-    + [(name, np.uint32) for name in ("depth", "tail", "head", "phase")]
+    + [(name, np.uint32) for name in ("depth", "tail", "head", "phase", "flying", "failed")]
+    + [("since", np.uint64)]
 )
 _COMMAND = np.dtype([("lba", np.uint64), ("blocks", np.uint32), ("slot", np.uint32)])
 _BATCH = np.dtype([
     (name, np.uint64)
     for name in (
-        "queues", "commands", "results", "pages", "lists", "list_pages",
-        "count", "slot_pages", "list_entries", "block_bytes", "nsid", "limit_ns",
+        "queues", "identifiers", "commands", "results", "over", "pages", "lists", "list_pages",
+        "count", "first", "slot_pages", "list_entries", "block_bytes", "nsid", "limit_ns",
     )
 ])  # fmt: skip
 
@@ -99,9 +103,12 @@ class Pool(BounceBuffers):
 
 
 class BamQueue:
-    """Queue pairs of a controller that a kernel drives. Reads that arrive while it runs wait for the next launch.
+    """Queue pairs of a controller that a kernel drives, in short launches: each ends once a command has completed, or
+    another read has arrived.
 
-    After ``seconds`` without a completion, a queue's commands are lost. The kernel runs on ``target``.
+    Commands stay in flight between launches, and the reads join them at the next one, so the controller has work as
+    long as there are reads. After ``seconds`` without a completion, a queue's commands are lost. The kernel runs on
+    ``target``.
     """
 
     def __init__(
@@ -111,89 +118,98 @@ class BamQueue:
         self._controller, self._kernel, self._pool = controller, kernel, pool
         self._depth = depth
         self._pairs: list[QueuePair] = []
-        # Reads for the next launch, and those of the running one: tag, first block, blocks, slot.
-        self._waiting: list[tuple[Any, int, int, int]] = []
-        self._running: list[tuple[Any, int, int, int]] = []
+        self._waiting: list[tuple[Any, int, int, int]] = []  # for the next launch: tag, first block, blocks, slot
+        self._under_way: dict[int, Any] = {}  # tags of those that the kernel has, by slot
+        self._launched = False
         # Everything that the kernel is passed, in one piece of memory
-        types = [(_BATCH, 1), (_QUEUE, pairs), (_COMMAND, pool.slots), (np.dtype(np.int32), pool.slots)]
+        types = [
+            (_BATCH, 1), (_QUEUE, pairs), (_COMMAND, pool.slots), (np.dtype(np.int32), pool.slots),
+            (np.dtype(np.uint32), 1),
+        ]  # fmt: skip
         ends = np.cumsum([dtype.itemsize * count for dtype, count in types]).tolist()
         self._memory = host_pages(ends[-1], target)
-        views = [
+        self._batch, self._queues, self._commands, self._results, self._over = (
             self._memory.numpy()[end - dtype.itemsize * count : end].view(dtype)
             for end, (dtype, count) in zip(ends, types, strict=True)
-        ]
-        self._batch, self._queues, self._commands, self._results = views
-        # Read for every page of a command: worth a copy on the device
+        )
+        # Used for every command: worth a copy on the device
+        identifiers = np.zeros((pairs, 2, MOST_DEPTH), np.int32)
         self._tables = [
-            torch.from_numpy(memory.addresses.view(np.int64)).to(target) for memory in (pool.data, pool.lists)
+            torch.from_numpy(table).to(target)
+            for table in (identifiers, *(memory.addresses.view(np.int64) for memory in (pool.data, pool.lists)))
         ]
-        pages, list_pages = (table.data_ptr() for table in self._tables)
+        kept, pages, list_pages = (table.data_ptr() for table in self._tables)
+        views = (self._commands, self._results, self._over)
         self._batch[0] = (
-            *(view.ctypes.data for view in views[1:]), pages, pool.lists.tensor.data_ptr(), list_pages,
-            0, pool.slot_pages, pool.list_entries, controller.block_size, controller.nsid, int(seconds * 1e9),
+            self._queues.ctypes.data, kept, *(view.ctypes.data for view in views),
+            pages, pool.lists.tensor.data_ptr(), list_pages,
+            0, 0, pool.slot_pages, pool.list_entries, controller.block_size, controller.nsid, int(seconds * 1e9),
         )  # fmt: skip
-        self._create(pairs)
-
-    def _create(self, pairs: int) -> None:
-        """Has the controller make the queue pairs."""
         try:
             for number in range(pairs):
-                pair = self._controller.create_queue(self._depth)
-                self._pairs.append(pair)
-                self._queues[number] = (*pair, 0, 0, 1)
+                self._create(number)
         except BaseException:
-            self._delete()
+            self.close()
             raise
 
-    def _delete(self) -> None:
-        while self._pairs:
-            self._controller.delete_queue(self._pairs.pop())
+    def _create(self, number: int) -> None:
+        """Has the controller make a queue pair."""
+        pair = self._controller.create_queue(self._depth)
+        self._pairs.insert(number, pair)
+        self._queues[number] = (*pair, 0, 0, 1, 0, 0, 0)
 
     @property
     def outstanding(self) -> int:
         """Reads that wait or are in flight."""
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._under_way)
 
     def read(self, tag: Any, block: int, count: int, address: int) -> bool:
-        """Reads ``count`` blocks from ``block`` into the slot at ``address``, by the next launch."""
+        """Reads ``count`` blocks from ``block`` into the slot at ``address``, from the next launch on."""
         self._waiting.append((tag, block, count, self._pool.slot(address)))
+        self._over[0] = 1  # ends the launch, if there is one
         return True
 
     def poll(self) -> list[Completion]:
-        """Returns the commands of a launch that is over, and launches the reads that wait.
+        """Returns the commands that completed during the last launch, or launches the kernel for all that are left.
 
         Raises:
             RuntimeError: CUDA failed. Nobody knows any more what is in flight.
+            StorageError: a queue failed, and the controller makes no other one. What is in flight stays so.
         """
-        done: list[Completion] = []
-        if self._running:
-            if not self._kernel.done():
-                time.sleep(_POLL_SECONDS)
-                return done
-            done = self._collect()
-        if self._waiting:
+        if not self._launched:
             self._launch()
-        return done
+        elif self._kernel.done():
+            return self._collect()
+        else:
+            time.sleep(_POLL_SECONDS)
+        return []
 
     def _launch(self) -> None:
-        self._running, self._waiting = self._waiting, []
-        count = len(self._running)
-        self._commands[:count] = [read[1:] for read in self._running]
-        self._results[:count] = UNSENT
-        self._batch["count"] = count
-        self._kernel.launch(self._batch.ctypes.data, len(self._pairs))
+        new, self._waiting = self._waiting, []
+        batch, pairs = self._batch, len(self._pairs)
+        batch["first"] = (batch["first"] + batch["count"]) % pairs  # where the last launch's commands ended
+        batch["count"] = len(new)
+        self._commands[: len(new)] = [read[1:] for read in new]
+        for tag, *_, slot in new:
+            self._results[slot] = _UNDER_WAY
+            self._under_way[slot] = tag
+        self._over[0] = 0
+        self._kernel.launch(batch.ctypes.data, pairs)
+        self._launched = True
 
     def _collect(self) -> list[Completion]:
-        """The completions of the last launch."""
-        running = self._running
-        results = self._results[: len(running)].tolist()
-        if min(results) < 0:  # a command may still be under way, until its queue is deleted
-            pairs = len(self._pairs)
-            self._delete()
-            self._create(pairs)
-        self._running = []  # if no queue can be created, they stay in flight, and the drive is given up
-        return [Completion(read[0], result, 0) for read, result in zip(running, results, strict=True)]
+        """What has completed by the end of a launch."""
+        self._launched = False
+        for number in np.flatnonzero(self._queues["failed"]).tolist():
+            # A lost command may still write to its slot, until its queue is deleted. If no other queue can be made,
+            # everything stays in flight, and the drive is given up.
+            self._controller.delete_queue(self._pairs.pop(number))
+            self._create(number)
+        slots = list(self._under_way)
+        results = zip(slots, self._results[slots].tolist(), strict=True)
+        return [Completion(self._under_way.pop(slot), result, 0) for slot, result in results if result != _UNDER_WAY]
 
     def close(self) -> None:
         """Deletes the queues; nothing may be in flight."""
-        self._delete()
+        while self._pairs:
+            self._controller.delete_queue(self._pairs.pop())

@@ -67,29 +67,37 @@ class Commands:
         self.pool.close()
         self.controller.close()
 
-    def read(self, ranges: Sequence[tuple[int, int]]) -> list[Completion]:
-        """Reads ranges of blocks, at most one per slot, and checks the bytes of those that succeeded."""
-        bounces = {}
+    def read(self, ranges: Sequence[tuple[int, int]], at_once: int | None = None) -> list[Completion]:
+        """Reads ranges of blocks, no two alike, and checks the bytes of those that succeeded.
+
+        As one completes, the next one is begun, so that ``at_once`` are under way; by default all of them, at most one
+        per slot.
+        """
+        to_come, at_once = list(ranges), at_once or len(ranges)
+        bounces: dict[Any, Any] = {}
         slots = self.pool.data.tensor.numpy().reshape(self.pool.slots, -1)
-        for lba, blocks in ranges:
-            bounce = self.pool.take()
-            assert bounce is not None
-            bounces[lba, blocks] = bounce
-            slots[self.pool.slot(bounce.address)] = 0xA5
-            self.queue.read((lba, blocks), lba, blocks, bounce.address)
         done: list[Completion] = []
-        while len(done) < len(bounces):
-            done += self.queue.poll()
-        with self.image.open("rb") as f:
-            for completion in done:
-                lba, blocks = completion.tag
-                expected = os.pread(f.fileno(), blocks * BLOCK, lba * BLOCK)
-                whole = slots[self.pool.slot(bounces[lba, blocks].address)].tobytes()
+        while len(done) < len(ranges):
+            while to_come and len(bounces) < at_once:
+                lba, blocks = to_come.pop(0)
+                bounce = bounces[lba, blocks] = self.pool.take()
+                assert bounce is not None
+                slots[self.pool.slot(bounce.address)] = 0xA5
+                self.queue.read((lba, blocks), lba, blocks, bounce.address)
+            for completion in self.queue.poll():
+                bounce = bounces.pop(completion.tag)
                 if not completion.status:
-                    assert whole[: len(expected)] == expected, (lba, blocks)
-                    assert not whole[len(expected) :].strip(b"\xa5")
-                self.pool.give_back(bounces[lba, blocks])
+                    self._check(completion.tag, slots[self.pool.slot(bounce.address)].tobytes())
+                self.pool.give_back(bounce)
+                done.append(completion)
         return done
+
+    def _check(self, tag: tuple[int, int], slot: bytes) -> None:
+        lba, blocks = tag
+        with self.image.open("rb") as f:
+            expected = os.pread(f.fileno(), blocks * BLOCK, lba * BLOCK)
+        assert slot[: len(expected)] == expected, tag
+        assert not slot[len(expected) :].strip(b"\xa5")
 
 
 @contextmanager
@@ -168,3 +176,20 @@ class Delaying(SoftwareController):
             self._kept.remove(kept)
             SoftwareController.answer(self, kept[1], [kept[2]])
         return found or bool(self._kept)
+
+
+class Withholding(SoftwareController):
+    """Completes a command only once it has another one, until it was told that no more will come."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.to_come = 0
+        self._kept: list[tuple[Any, Entry]] = []
+        super().__init__(*arguments)
+
+    def answer(self, queue: Any, entries: Sequence[Entry]) -> None:
+        self.to_come -= len(entries)
+        self._kept += [(queue, entry) for entry in entries]
+        ready = len(self._kept) - (self.to_come > 0)
+        for queue, entry in self._kept[:ready]:
+            super().answer(queue, [entry])
+        del self._kept[:ready]

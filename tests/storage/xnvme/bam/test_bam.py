@@ -38,6 +38,7 @@ from tests.storage.xnvme.bam.bam_commands import (
     Losing,
     Shuffling,
     Silent,
+    Withholding,
     commands,
     opened,
     some,
@@ -190,6 +191,29 @@ def test_commands_that_complete_out_of_order_and_late(
             assert all(completion.status == 0 for completion in made.read(some(300, 16, seed)))
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_the_controller_has_work_from_the_first_read_to_the_last(image: Path, where: int | str, pairs: int) -> None:
+    """Commands stay in flight when the kernel returns, so that reads that arrive later join them."""
+    with commands(where, image, pairs, 8, 40, 4096, Withholding, 5.0) as made:
+        for seed in range(2):
+            made.controller.to_come = 200
+            assert all(completion.status == 0 for completion in made.read(some(200, 8, seed), at_once=5))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("make", [Losing, Confused])
+def test_a_queue_that_failed_takes_no_command_of_other_queues_with_it(
+    image: Path, where: int | str, make: type[Faulty]
+) -> None:
+    with commands(where, image, 3, 8, 60, 4096, make, 0.4) as made:
+        Faulty.lba = 7
+        done = made.read([*some(30, 8), (7, 1), *some(100, 8, 1)], at_once=6)
+        assert 1 <= sum(completion.status != 0 for completion in done) <= 2  # of six in three queues
+        Faulty.sound = True
+        assert all(completion.status == 0 for completion in made.read(some(60, 8, 2)))
+
+
 FILES = {f"set/{n}.bin": content(n, n) for n in (0, 1, 511, 512, 513, 4097, 116_000, 3_000_001)}
 
 
@@ -252,6 +276,21 @@ def test_a_silent_controller_is_an_error_and_not_a_wait(
         assert all("did not answer within 0.3 s" in str(error) for name, error in got.items() if FILES[name])
         Faulty.sound = True
         assert everything(storage, list(FILES)) == FILES
+
+
+def test_reads_that_keep_arriving_do_not_put_the_time_limit_off(image: Path) -> None:
+    with commands(1, image, 1, 64, 60, 4096, Silent, 0.4) as made:
+        done: list[Completion] = []
+        for n in range(60):  # over more than three seconds
+            made.queue.read(n, n, 1, made.pool.data.tensor.data_ptr() + n * 4096)
+            for _ in range(10):
+                done += made.queue.poll() if made.queue.outstanding else []
+                time.sleep(0.005)
+            if done:
+                break
+        assert done[0].status < 0
+        while made.queue.outstanding:
+            made.queue.poll()
 
 
 def test_a_queue_is_deleted_before_its_memory_is_used_again(image: Path) -> None:
