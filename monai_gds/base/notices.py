@@ -30,6 +30,7 @@ _NAME = "monai-gds-notices"
 #: kernel unlocks it for a process that is killed.
 _memory = os.memfd_create(_NAME)
 os.ftruncate(_memory, _ROWS * _ROW.size)
+_own = mmap.mmap(_memory, _ROWS * _ROW.size)
 
 #: How often the lock is tried for, a millisecond apart: after that a notice may be given twice.
 _TRIES = 100
@@ -56,7 +57,7 @@ class Notice:
         """Notes that it is given now."""
         hashes, times = self._row()
         slot = hashes.index(self._hash) if self._hash in hashes else times.index(min(times))
-        struct.pack_into("=Qd", _table(os.getpid()), self._offset + 16 * slot, self._hash, time.monotonic())
+        struct.pack_into("=Qd", _table(), self._offset + 16 * slot, self._hash, time.monotonic())
 
     def is_new(self) -> bool:
         """Whether it was not given before. Marks it as given. True for one of the processes that ask at once."""
@@ -74,18 +75,19 @@ class Notice:
             logger.info(message, *args, stacklevel=2)
 
     def _row(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        row = _ROW.unpack_from(_table(os.getpid()), self._offset)
+        row = _ROW.unpack_from(_table(), self._offset)
         return row[::2], row[1::2]
 
 
 @functools.cache
-def _table(process: int) -> mmap.mmap:
-    """The table of this process: that of the one by which multiprocessing started it, if it may see that one's."""
-    parent = multiprocessing.parent_process()
+def _table() -> mmap.mmap:
+    """The table: that of the process by which multiprocessing started this one, if it may see it."""
+    parent = multiprocessing.parent_process()  # unknown while a spawned process imports this
     if parent is not None:
         with suppress(OSError):
             _join(f"/proc/{parent.pid}/fd")
-    return mmap.mmap(_memory, _ROWS * _ROW.size)
+            return mmap.mmap(_memory, _ROWS * _ROW.size)
+    return _own
 
 
 def _join(descriptors: str) -> None:

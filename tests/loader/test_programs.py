@@ -465,7 +465,9 @@ def test_large_data_in_memory_are_not_kept_twice(make: Make) -> None:
 def test_a_state_of_a_loader_without_workers_is_not_taken_silently(make: Make) -> None:
     state = GDSDataLoader(make(*crops()), batch_size=2).state_dict()
     with pytest.warns(UserWarning, match="a loader without workers"):
-        load(make(*crops())).load_state_dict(state)
+        loader = load(make(*crops()))
+        loader.load_state_dict(state)
+        next(iter(loader))
 
 
 def test_a_pipeline_that_cannot_be_pickled_is_forked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

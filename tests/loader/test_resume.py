@@ -31,6 +31,7 @@ from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.loader.resume import Place
 from monai_gds.programs.draws import Draws
 from tests.fresh import Interpreter
+from tests.machines import in_child
 from tests.same import assert_same
 
 COUNT = 5
@@ -467,15 +468,18 @@ def test_lightning_continues_from_a_state_that_its_loader_was_given_before(folde
             max_epochs=1, strategy="ddp", devices=1,
         )  # fmt: skip
 
-    expected, _ = fit(loader(dataset(folder), SETTINGS["shuffled"], 3), "whole")
-    path = tmp_path / "whole" / "step=1.ckpt"
-    (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    again = loader(dataset(folder), SETTINGS["shuffled"], 9)
-    again.load_state_dict(state)
-    rest, trainer = fit(again, "rest")
-    assert trainer.train_dataloader is not again
-    assert rest == expected[1:]
-    assert len(fit(again, "another")[0]) == len(expected)
+    def compare() -> None:
+        expected, _ = fit(loader(dataset(folder), SETTINGS["shuffled"], 3), "whole")
+        path = tmp_path / "whole" / "step=1.ckpt"
+        (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+        again = loader(dataset(folder), SETTINGS["shuffled"], 9)
+        again.load_state_dict(state)
+        rest, trainer = fit(again, "rest")
+        assert trainer.train_dataloader is not again
+        assert rest == expected[1:]
+        assert len(fit(again, "another")[0]) == len(expected)
+
+    in_child(compare)  # Lightning leaves a process group and variables of the environment
 
 
 # Leaving early
