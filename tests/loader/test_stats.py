@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,11 @@ def test_what_is_in_no_program_is_named(make: Make) -> None:
         loader = GDSDataLoader(dataset, num_workers=1, stats=True, programs="check")
         for _ in range(2):  # in the second one it is not tried any more
             stats = epoch(loader)
-        assert list(stats.on_values) == ["RandSlowInNumpy"] and "values of voxels" in stats.advice, stats.advice
+        assert list(stats.on_values) == ["RandSlowInNumpy"]
+        # Whatever a busy machine measured.
+        taken = {"random transforms": 9.0}, {**stats.random_transforms, "RandSlowInNumpy": 8.0}
+        slow = replace(stats, stages=taken[0], random_transforms=taken[1])
+        assert "values of voxels" in slow.advice, slow.advice
         assert f"RandSlowInNumpy on: {stats.on_values['RandSlowInNumpy']}" in str(stats)
         assert stats.random_transforms["replay"] > 0
         assert f"on values: RandSlowInNumpy: {stats.on_values['RandSlowInNumpy']}" in dataset.explain(0)
