@@ -284,8 +284,8 @@ class Programmed:
             self._trust.learn(e.found)
         except RuntimeError as e:
             if isinstance(e, torch.OutOfMemoryError):
-                raise  # if it is a transform's error, it comes again
-        return None
+                raise
+        return None  # if it is a transform's error, it comes again
 
     def _rest(self, item: Any, done: int) -> Any:
         """Runs the transforms after the first ``done``."""

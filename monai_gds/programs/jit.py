@@ -5,8 +5,8 @@ that do little to one crop. Pieces that differ only in their numbers have one fo
 when a form is met first: that takes more than ten times as long as running it. :mod:`.emission` cuts programs into
 pieces, and :mod:`.replay` runs them.
 
-What counts is how often the lock is given back, rather than for how long it is held: the training takes it, needs a
-moment to wake, and then has to wait for it at its own next operation.
+Each operation that Python runs gives the lock back. The training then takes it, which wakes its thread, and waits for
+it again at its own next operation.
 """
 
 from __future__ import annotations
