@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from monai_gds.bench.comparison import (
     Competitor,
     compare,
 )
+from monai_gds.bench.report import Report, Row
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
 from monai_gds.storage import resolve_device
@@ -41,6 +43,9 @@ CROPS = 4
 
 #: Timed epochs without rotation and zoom. They are short, and the datasets take turns.
 READINGS = 25
+
+#: Medians that are closer than this share of one another are no difference.
+_NEAR = 0.15
 
 
 def deterministic() -> list[Any]:
@@ -71,7 +76,7 @@ def pipelines(size: Sequence[int]) -> dict[str, Compose]:
 def run(
     items: list[dict[str, str]], cache: Path, *, size: Sequence[int], epochs: int, device: str | None, backend: str
 ) -> None:
-    """Runs the epochs, prints a table of each pipeline, and compares the volumes.
+    """Runs the epochs, prints tables of what differed, and compares the volumes.
 
     On a CPU they are also compared after the random transforms. A GPU rounds interpolations differently, so only the
     cached part can be equal to the last bit there.
@@ -109,5 +114,49 @@ def run(
             )  # fmt: skip
             reports.append(compare(comparison, bars))
     for report in reports:
-        show(report.table())
+        shown = merged(report)
+        if len(shown.rows) > 1:
+            show(shown.table())
+        else:
+            say(f"{report.title}: {range_of(shown.rows[0])} {report.unit}, whichever dataset.")
+            say("This run does not tell them apart: the transforms take the time, or the machine is busy.")
     stdout.print("same volumes, value by value, under the same seed", highlight=False)
+
+
+def differ(first: Row, second: Row) -> bool:
+    """Whether one of two rows was ahead in every turn, of many in four of five, and its median by more than noise."""
+    assert first.median is not None and second.median is not None
+    turns = [mine > other for mine, other in zip(first.samples, second.samples, strict=True)]
+    far = abs(first.median - second.median) > _NEAR * max(first.median, second.median)
+    return far and min(sum(turns), len(turns) - sum(turns)) <= len(turns) // 5 * (len(turns) > 7)
+
+
+def range_of(row: Row) -> str:
+    """From the lowest to the highest sample."""
+    digits = 0 if max(row.samples) >= 10 else 1
+    return f"{min(row.samples):.{digits}f} to {max(row.samples):.{digits}f}"
+
+
+def merged(report: Report) -> Report:
+    """The report from the slowest to the fastest row. Neighbours that do not differ become one.
+
+    So its order does not change from run to run.
+    """
+    ran = sorted((row for row in report.rows if row.median is not None), key=lambda row: row.median or 0)
+    groups: list[list[Row]] = []
+    for before, row in zip([None, *ran], ran, strict=False):
+        if before is None or differ(row, before):
+            groups.append([])
+        groups[-1].append(row)
+    groups = [sorted(group, key=list(report.rows).index) for group in groups]
+    reference = next(group for group in groups if report.reference in [row.name for row in group])
+    rows = {
+        "\n".join(row.name for row in group): tuple(sample for row in group for sample in row.samples)
+        for group in groups
+    }
+    notes = {name: {"": "not told apart"} if "\n" in name else {} for name in rows}
+    return replace(
+        report,
+        rows=[Row(name, samples, notes=notes[name]) for name, samples in rows.items()],
+        reference="\n".join(row.name for row in reference),
+    )
