@@ -183,16 +183,6 @@ def put_back(places: Mapping[str, Slot], states: Mapping[str, Any]) -> None:
             put_state(generator, states[path])
 
 
-def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
-    """The identities of all generators of transforms, except the one that unseeded transforms share."""
-    return {
-        id(part)
-        for transform in transforms
-        for part in parts(transform)
-        if isinstance(part, np.random.RandomState) and part is not Randomizable.R
-    }
-
-
 def seed_everything(transforms: Iterable[Callable[..., Any]], *seed: int) -> None:
     """As :func:`seed_transforms`, and seeds those of Python, NumPy and torch's CPU, and that of unseeded transforms."""
     for_python, for_numpy, for_torch, for_monai = _words(4, *seed, 0)
@@ -258,7 +248,8 @@ class States:
                 del now[name]
             now.update(attributes)
         for generator in self._generators():
-            self._put(generator)
+            if state_of(generator) != (state := self._held[id(generator)]):  # which takes a thirtieth of the time
+                put_state(generator, state)
 
     def are_those_of(self, other: States) -> bool:
         """Whether these are the same transforms, in states from which they would draw the same."""
@@ -273,28 +264,6 @@ class States:
     def unmoved(self, since: States) -> bool:
         """Whether nobody has drawn, seeded, or set an attribute since."""
         return self._held == since._held and self.are_those_of(since)
-
-    def follow(self, before: States) -> None:
-        """Moves the transforms from states equal to ``before`` to these, changing only what differs between the two."""
-        old = {id(owner): attributes for owner, attributes, _ in before._owners}
-        for owner, attributes, generator in self._owners:
-            now, was = vars(owner), old.get(id(owner), {})
-            for name in was.keys() - attributes.keys():
-                now.pop(name, None)
-            now.update({name: value for name, value in attributes.items() if value is not was.get(name, self)})
-            if generator is not None:
-                self._put(owner.R, generator)
-
-    def moved_unseeded(self, since: States) -> bool:
-        """Whether the generator that unseeded transforms share was drawn from since."""
-        state = since._held.get(id(Randomizable.R))
-        return state is not None and state != state_of(Randomizable.R)
-
-    def _put(self, generator: Any, like: Any = None) -> None:
-        """Puts a generator into the state that it had, or that another one had."""
-        state = self._held[id(generator if like is None else like)]
-        if state_of(generator) != state:  # which takes a thirtieth of the time
-            put_state(generator, state)
 
     def _generators(self) -> list[Any]:
         return list({id(g): g for _, _, g in self._owners if g is not None}.values())
