@@ -231,61 +231,26 @@ class States:
     __slots__ = ("_held", "_owners")
 
     def __init__(self, transforms: Iterable[Callable[..., Any]]) -> None:
-        found = (p for transform in transforms for p in parts(transform) if is_a(type(p), TRANSFORMS))
-        unique = {id(part): part for part in found}
-        self._owners = [(owner, dict(vars(owner)), getattr(owner, "R", None)) for owner in unique.values()]
-        self._held = {id(generator): state_of(generator) for generator in self._generators()}
-
-    def generators(self) -> list[Any]:
-        """The states, in the order in which the transforms hold them."""
-        return [self._held[id(generator)] for _, _, generator in self._owners if generator is not None]
+        found = {id(p): p for transform in transforms for p in parts(transform) if is_a(type(p), TRANSFORMS)}
+        self._owners = [(owner, dict(vars(owner))) for owner in found.values()]
+        generators = {id(owner.R): owner.R for owner in found.values() if getattr(owner, "R", None) is not None}
+        self._held = [(generator, state_of(generator)) for generator in generators.values()]
 
     def put_back(self) -> None:
         """Gives the transforms these attributes, with their generators in these states."""
-        for owner, attributes, _ in self._owners:
+        for owner, attributes in self._owners:
             now = vars(owner)
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
-        for generator in self._generators():
-            if state_of(generator) != (state := self._held[id(generator)]):  # which takes a thirtieth of the time
+        for generator, state in self._held:
+            if state_of(generator) != state:  # which takes a thirtieth of the time
                 put_state(generator, state)
 
     def are_those_of(self, other: States) -> bool:
-        """Whether these are the same transforms, in states from which they would draw the same."""
-        pairs = list(zip(self._owners, other._owners, strict=False))
-        return (
-            len(self._owners) == len(other._owners)
-            and all(a[0] is b[0] and _alike(a[1], b[1]) for a, b in pairs)
-            and self._sharing() == other._sharing()
-            and self.generators() == other.generators()
+        """Whether these are the same transforms, and nobody has drawn, seeded, or set an attribute in between."""
+        mine, others = (
+            [(id(owner), {name: id(value) for name, value in attributes.items()}) for owner, attributes in one._owners]
+            for one in (self, other)
         )
-
-    def unmoved(self, since: States) -> bool:
-        """Whether nobody has drawn, seeded, or set an attribute since."""
-        return self._held == since._held and self.are_those_of(since)
-
-    def _generators(self) -> list[Any]:
-        return list({id(g): g for _, _, g in self._owners if g is not None}.values())
-
-    def _sharing(self) -> list[int]:
-        """For each transform, the first one that has the same generator."""
-        first: dict[int, int] = {}
-        return [first.setdefault(id(generator), i) for i, (_, _, generator) in enumerate(self._owners)]
-
-
-def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether attributes are the same, or equal. Generators are compared elsewhere."""
-    return a.keys() == b.keys() and all(
-        a[name] is b[name] or isinstance(a[name], np.random.RandomState) or _same(a[name], b[name]) for name in a
-    )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return isinstance(a, (bool, int, float, str, slice, type(None))) and a == b
+        return mine == others and self._held == other._held
