@@ -264,11 +264,9 @@ class Session(NamedTuple):
         queue = runtime.queue(split, self.target()) if draws and not is_whole else None
         found: list[Begun] = []
         for item, index, key, one in zip(items, indices, keys, started, strict=True):
-            pending, lazy = (None, one) if one is not None and one.later else (one, None)
-            turn = None if queue is None else Turn(queue, lazy, item)
-            found.append(Begun(self, item, index, cache, key, pending, turn, behind))
+            found.append(Begun(self, item, index, cache, key, one, queue, behind))
         if queue is not None:
-            queue.begin([begun.turn for begun in found if begun.turn is not None])
+            queue.begin(found)
         return found
 
     def items(self) -> ItemMaker:
@@ -401,50 +399,39 @@ _NOT_OF_SUBCLASSES = frozenset(
 )  # fmt: skip
 
 
-class Begun:
-    """An item that :meth:`Session.begin` began. Hundreds are in flight.
+class Begun(Turn):
+    """An item that :meth:`Session.begin` began. Hundreds are in flight."""
 
-    Attributes:
-        turn: its place in the queue of draws; None if nothing is drawn ahead.
-    """
-
-    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "_since", "turn")
+    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_key", "_pending", "_session", "_since")
 
     def __init__(
         self, session: Session, item: Any, index: Any,
-        cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
-        turn: Turn | None = None, behind: bool = True,
+        cache: CacheDirectory | None = None, key: Key | None = None, reading: PendingItem | None = None,
+        queue: Draws | None = None, behind: bool = True,
     ) -> None:  # fmt: skip
+        lazy = reading if reading is not None and reading.later else None
+        super().__init__(queue, lazy, item)
+        self._pending = reading if lazy is None else None
         self._behind = behind  # whether what is written for it may be written in the background
-        self._session, self._item, self._index, self._since = session, item, index, _changes(session)
-        self._cache, self._key, self._pending, self.turn = cache, key, pending, turn
+        self._session, self._index, self._since = session, index, _changes(session)
+        self._cache, self._key = cache, key
         self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
 
     @property
     def cached(self) -> bool:
         """Whether the item has a record."""
-        return self._pending is not None or (self.turn is not None and self.turn.lazy is not None)
+        return self._pending is not None or self.lazy is not None
 
     @property
     def nbytes(self) -> int:
-        """Size of what is being read, and of what is unpacked from it; 0 if there is no record.
-
-        While the item :attr:`waits` to be drawn, this is the size of all its tensors.
-        """
-        if self._pending is not None:
-            return self._pending.nbytes
-        return 0 if self.turn is None else self.turn.nbytes
-
-    @property
-    def waits(self) -> bool:
-        """Whether the item is still to be drawn. Afterwards ``nbytes`` may be less."""
-        return self.turn is not None and self.turn.waits
+        """As :attr:`Turn.nbytes`; of all that is read of a record that is not drawn."""
+        return super().nbytes if self._pending is None else self._pending.nbytes
 
     def arrive(self) -> None:
         """Waits for the item, or computes it, up to its random transforms. If it fails, the item may be begun again."""
-        turn, drawn = self.turn, None
-        if turn is not None and turn.queue.of is self._session.split():
-            drawn = turn.queue.take(turn)
+        drawn = None
+        if self.queue is not None and self.queue.of is self._session.split():
+            drawn = self.queue.take(self)
         if drawn is not None and self._cache is not None and self._key is not None:
             self._hit(self._cache, self._key)
         try:
@@ -454,16 +441,16 @@ class Begun:
 
     def end(self) -> Any:
         """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
-        session, turn = self._session, self.turn
+        session = self._session
         try:
             item, done = self.taken()
-            with naming(self._index, self._item):
-                if turn is None and session.own_end:
+            with naming(self._index, self.item):
+                if session.own_end:
                     return session.dataset._post_transform(item)
                 return session.runtime.loops.after(session.split(), item, done)
         finally:
-            if turn is not None:
-                turn.queue.go_on()
+            if self.queue is not None:
+                self.queue.go_on()
 
     def taken(self) -> tuple[Any, int]:
         """The item as it arrived, and how many random transforms were run on it."""
@@ -480,14 +467,14 @@ class Begun:
             session = self._session
             differ = session.keys().differences() if session.split().deterministic else {}
             with computing(differ, session.settings.asked_by):
-                return session.items().make(self._item, self._index)
+                return session.items().make(self.item, self._index)
         if _changes(self._session) != self._since:
-            return self._session.begin([self._index], [self._item], whole=True)[0].finish()
+            return self._session.begin([self._index], [self.item], whole=True)[0].finish()
         pending = self._pending
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
-        found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
+        found = look(cache, key, self.item) if pending is None else pending.wait(self.item)
         if found is None:
-            return self._session.fill(cache, key, self._item, self._index, self._behind)
+            return self._session.fill(cache, key, self.item, self._index, self._behind)
         self._hit(cache, key)
         return found[0]
 

@@ -53,18 +53,19 @@ class Turn:
     """An item's place in the queue of a loop.
 
     Attributes:
+        queue: of draws; None if nothing is drawn ahead.
         lazy: its record; None if the item is not drawn ahead, since it must be computed or has nothing in tiles.
         item: the dataset's own item.
         volumes: what is being read; None until that is certain.
     """
 
-    __slots__ = ("__weakref__", "drawn", "item", "lazy", "queue", "taken", "volumes")
+    __slots__ = ("__weakref__", "come", "drawn", "item", "lazy", "queue", "volumes")
 
-    def __init__(self, queue: Draws, lazy: PendingItem | None, item: Any) -> None:
+    def __init__(self, queue: Draws | None, lazy: PendingItem | None, item: Any) -> None:
         self.queue, self.lazy, self.item = queue, lazy, item
         self.drawn: _Drawn | None = None
         self.volumes: Volumes | None = None
-        self.taken: int | None = None  # bytes, once the turn has come
+        self.come: int | None = None  # bytes, once the turn has come
 
     @property
     def waits(self) -> bool:
@@ -75,7 +76,7 @@ class Turn:
     def nbytes(self) -> int:
         """Bytes that are being read, and of the memory that they are unpacked into; of whole tensors until drawn."""
         if self.lazy is None:
-            return self.taken or 0
+            return self.come or 0
         later = self.lazy.later.values() if self.volumes is None else ()
         return self.lazy.nbytes + sum(dtype.itemsize * prod(shape) for dtype, shape in later)
 
@@ -127,7 +128,7 @@ class Draws:
             The item on its device, and how many steps it has been through; None if it must be read or computed some
             other way, with the random states as they were.
         """
-        turn.taken = 0
+        turn.come = 0
         if turn.drawn is not None and not States(self._steps).are_those_of(turn.drawn.before):
             self._ahead = False
             for other in (turn, *self._live()):
@@ -136,7 +137,7 @@ class Draws:
         if turn.waits:
             self._draw(turn, None)
         lazy, drawn, reading = turn.lazy, turn.drawn, turn.volumes
-        turn.taken = turn.nbytes
+        turn.come = turn.nbytes
         turn.lazy = turn.drawn = turn.volumes = None  # the memory belongs to the item now
         volumes = None if reading is None else reading.wait()
         if lazy is None or volumes is None:
@@ -190,6 +191,6 @@ class Draws:
 
     def _live(self) -> list[Turn]:
         """The turns that have not come yet, without those of items that were dropped."""
-        turns = [turn for ref in self._turns if (turn := ref()) is not None and turn.taken is None]
+        turns = [turn for ref in self._turns if (turn := ref()) is not None and turn.come is None]
         self._turns = list(map(weakref.ref, turns))
         return turns

@@ -113,7 +113,7 @@ def assert_as_monai(theirs: Dataset, got: GDSDataset, order: list[int], found: l
 
 def drawn(begun: Begun) -> bool:
     """Whether it is certain what is read for an item, and that is not everything."""
-    return begun.turn is not None and begun.turn.drawn is not None
+    return begun.drawn is not None
 
 
 class Watch:
@@ -272,7 +272,7 @@ def _nbytes_behind(begun: Begun) -> int:
 
 def test_a_pipeline_without_a_crop_in_front_is_read_as_before(folder: Path, watch: Watch) -> None:
     mine = dataset(folder, PIPELINES["flip first"])
-    assert [begun.turn for begun in mine.session.begin([0, 1])] == [None, None]
+    assert [begun.queue for begun in mine.session.begin([0, 1])] == [None, None]
     assert not watch.boxes
 
 
@@ -370,7 +370,7 @@ def test_crops_by_indices_that_the_user_caches_are_drawn(tmp_path: Path) -> None
     mine = make(GDSDataset, tmp_path, device="cpu", compression="lz4")
     mine.populate(0, progress=False)
     begun = mine.session.begin([0, 2, 1])
-    queue = begun[0].turn.queue
+    queue = begun[0].queue
     until(lambda: queue.go_on() or all(map(drawn, begun)), "the indices to arrive")
     assert_as_monai(make(Dataset), mine, [0, 2, 1], [one.end() for one in begun])
 
@@ -413,7 +413,7 @@ def test_centres_where_an_image_is_above_a_threshold_need_no_values(kind: str, n
     mine = dataset(tmp_path, make, data=scans(kind))
     mine.populate(0, progress=False)
     begun = mine.session.begin(range(4))
-    whole = begun[0].turn.lazy.later.keys() == {"label"}
+    whole = begun[0].lazy.later.keys() == {"label"}
     assert whole == (kind == "whole")
     assert all(map(drawn, begun))
     assert_as_monai(monais(make, data=scans(kind)), mine, [0, 1, 2, 3], [b.end() for b in begun])
@@ -697,7 +697,7 @@ def test_a_record_that_changes_after_the_draw(what: str, tmp_path: Path) -> None
     mine.populate(0, progress=False)
     begun = mine.session.begin([0, 1, 2, 3])
     assert all(map(drawn, begun))
-    begun[1].turn.volumes = _lost() if what != "replaced" else begun[1].turn.volumes  # type: ignore[union-attr]
+    begun[1].volumes = _lost() if what != "replaced" else begun[1].volumes
     path = mine.session.record_path(mine.key(1))
     if what == "removed":
         os.remove(path)
