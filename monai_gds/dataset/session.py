@@ -27,7 +27,7 @@ from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, computing, in_words, is_the_users, look
+from monai_gds.dataset.making import Maker, Misses, Saved, computing, in_words, is_the_users, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
@@ -243,7 +243,7 @@ class Session(NamedTuple):
             items = [data[index] for index in indices]
         cache = self.cache() if split.deterministic else None
         if split.steady is not None and split.steady.given_up:
-            self.items().hidden.tell()
+            self.maker().hidden.tell()
             cache = None
         if cache is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
@@ -269,13 +269,12 @@ class Session(NamedTuple):
             queue.begin(found)
         return found
 
-    def items(self) -> ItemMaker:
-        """Computes items up to their random transforms."""
-        bits = self.settings.options.mantissa_bits
-        self.keys()
-        hidden = self.runtime.hidden
+    def maker(self) -> Maker:
+        """Makes items up to their random transforms, and their records."""
+        transform, bits = self.dataset._pre_transform, self.settings.options.mantissa_bits
+        keys, misses, hidden = self.keys(), self.runtime.misses, self.runtime.hidden
         assert hidden is not None, "it is made with the keys"
-        return ItemMaker(self.dataset._pre_transform, self.target(), _form(self), bits, self.runtime.misses, hidden)
+        return Maker(transform, self.target(), _form(self), bits, misses, hidden, keys)
 
     def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any, behind: bool) -> Any:
         """An item without a record, up to its random transforms; it is computed and saved, perhaps ``behind``."""
@@ -284,18 +283,17 @@ class Session(NamedTuple):
         differ, asked_by = self.keys().differences(), self.settings.asked_by
         if is_the_users(differ, asked_by):
             return _helped(self, cache, key, item, index)
-        maker, of = RecordMaker(self.items(), self.keys(), cache), len(self.dataset.data)
+        maker, of = self.maker(), len(self.dataset.data)
         with computing(differ, asked_by), states_kept(shared() if self.runtime.alone else ()):
-            return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
+            return maker.fill(cache, key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:
-        """Makes the record of an item, see :meth:`RecordMaker.save`, which raises."""
+        """Makes the record of an item, see :meth:`Maker.save`, which raises."""
         settings, cache = self.settings, self.cache()
         assert cache is not None, "the caller has checked that items are cached"
         with computing(self.keys().differences(), settings.asked_by):
-            maker = RecordMaker(self.items(), self.keys(), cache)
             item = self.data[index] if item is None else item
-            return maker.save(item, index, anyway=anyway, convert=settings.converts)
+            return self.maker().save(cache, item, index, anyway=anyway, convert=settings.converts)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
@@ -467,7 +465,7 @@ class Begun(Turn):
             session = self._session
             differ = session.keys().differences() if session.split().deterministic else {}
             with computing(differ, session.settings.asked_by):
-                return session.items().make(self.item, self._index)
+                return session.maker().make(self.item, self._index)
         if _changes(self._session) != self._since:
             return self._session.begin([self._index], [self.item], whole=True)[0].finish()
         pending = self._pending
