@@ -7,6 +7,7 @@ the methods that a subclass may override.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
@@ -67,19 +68,19 @@ class Runtime:
     """
 
     __slots__ = (
-        "alone", "cache", "cache_form", "cache_owner", "data", "global_draws", "helper", "hidden", "keys", "loops",
-        "misses", "on_values", "owner", "pipeline", "sent", "split", "uses",
+        "alone", "cache", "cache_of", "data", "global_draws", "helper", "hidden", "keys", "loops", "misses",
+        "on_values", "owner", "pipeline", "sent", "split", "uses",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.owner = self.cache_owner = Owner()
+        self.owner = Owner()
         self.split: Split | None = None
         self.data: Any = None  # the dataset that it was made for
         self.sent: tuple[str, str] | None = None  # by the process that this one has its dataset from
         self.keys: ItemKeys | None = None
         self.hidden: Hidden | None = None
         self.cache: CacheDirectory | None = None
-        self.cache_form = Form()
+        self.cache_of: tuple[int, Form] | None = None  # the process that opened it, and the form of items
         self.uses: tuple[Uses, ...] = ()
         self.pipeline: Pipeline | None = None  # whose use was noted last
         self.loops = Loops()
@@ -216,11 +217,9 @@ class Session(NamedTuple):
 
     def cache(self) -> CacheDirectory | None:
         """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
-        runtime = self.runtime
-        if self.settings.cache_dir is not None and (
-            runtime.cache is None or not runtime.cache_owner.is_this_process() or runtime.cache_form != _form(self)
-        ):
-            runtime.cache, runtime.cache_owner, runtime.cache_form = _opened(self), Owner(), _form(self)
+        runtime, wanted = self.runtime, (os.getpid(), _form(self))
+        if self.settings.cache_dir is not None and runtime.cache_of != wanted:
+            runtime.cache, runtime.cache_of = _opened(self), wanted
         return runtime.cache
 
     def begin(
@@ -508,22 +507,17 @@ def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index:
     """An item that a process of its own computes and saves, since the settings of this one are others now."""
     runtime, differ, why = session.runtime, session.keys().differences(), "a helper process could not save it"
     try:
-        owner, workers = runtime.helper or (None, None)
-        if owner is None or workers is None or workers.broken or not owner.is_this_process():
-            workers = _helper(session)
-            runtime.helper = Owner(), workers
-        workers.submit((item, index)).result()
+        if runtime.helper is None or runtime.helper[1].broken or not runtime.helper[0].is_this_process():
+            cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            start = "forkserver" if cuda else "fork"  # threads would not do
+            runtime.helper = Owner(), Workers(partial(_save, session.for_worker()), 1, start)
+        runtime.helper[1].submit((item, index)).result()
     except (ValueError, AssertionError, NotSaved, UnsupportedType, WorkerDied) as e:  # daemons may have no children
         raise RuntimeError(in_words(differ, f"{why} ({e})")) from e
     found = look(cache, key, item)
     if found is None:
         raise RuntimeError(in_words(differ, why))
     return found[0]
-
-
-def _helper(session: Session) -> Workers[Saved]:
-    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return Workers(partial(_save, session.for_worker()), 1, "forkserver" if cuda else "fork")  # threads would not do
 
 
 def _save(session: Session, what: tuple[Any, Any]) -> Saved:
@@ -553,11 +547,16 @@ def _opened(session: Session) -> CacheDirectory:
     options, here = settings.options, device == settings.device
     storage = open_storage(settings.backend if here else "auto", device, **(settings.backend_options if here else {}))
     folder, uses = settings.folders[0], _uses(session)
+
+    def budget(which: int, nbytes: int | None, argument: str) -> Budget:
+        of = str(settings.folders[which])
+        return Budget(of, nbytes, uses[which], settings.began, settings.file_mode, argument)
+
     shared: dict[str, Any] = {
         "durable": options.durable, "verify": options.verify, "mmap": options.mmap, "form": _form(session),
         "compression": session.record_form(), "file_mode": settings.file_mode, "run": settings.began,
         "index": Index(folder, settings.file_mode), "unmade": settings.unmade, "uses": uses[:1],
-        "budget": _budget(session, 0, settings.max_bytes, "max_bytes"),
+        "budget": budget(0, settings.max_bytes, "max_bytes"),
     }  # fmt: skip
     kept = settings.device_bytes if device.type == "cuda" else 0
     if settings.local_dir is None:
@@ -565,14 +564,7 @@ def _opened(session: Session) -> CacheDirectory:
     of_copies = {
         "index": None, "copies": True, "unmade": settings.local_unmade,
         "uses": uses,  # using a copy is using the shared record too
-        "budget": _budget(session, 1, settings.local_bytes, "local_bytes"),
+        "budget": budget(1, settings.local_bytes, "local_bytes"),
     }  # fmt: skip
     near = CacheDirectory(settings.local_dir, storage, device_bytes=kept, **{**shared, **of_copies})
     return TwoTiers(near, session.runtime.may_write_later(), folder, storage, **shared)
-
-
-def _budget(session: Session, which: int, nbytes: int | None, argument: str) -> Budget:
-    """The limit of one of the cache's folders, which may be written there."""
-    settings = session.settings
-    uses = _uses(session)[which]
-    return Budget(str(settings.folders[which]), nbytes, uses, settings.began, settings.file_mode, argument)
