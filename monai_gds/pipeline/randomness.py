@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import cache
@@ -140,15 +140,26 @@ def shared() -> list[Any]:
     return [*(slot.get() for slot in GLOBAL.values()), Randomizable.R]
 
 
+def states_of(generators: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Generators, each once, with their states."""
+    return [(one, state_of(one)) for one in {id(one): one for one in generators}.values()]
+
+
+def put_states(states: Iterable[tuple[Any, Any]]) -> None:
+    """Puts generators into states."""
+    for generator, state in states:
+        if state_of(generator) != state:  # which takes a thirtieth of the time
+            put_state(generator, state)
+
+
 @contextmanager
-def states_kept(generators: Sequence[Any]) -> Iterator[None]:
+def states_kept(generators: Iterable[Any]) -> Iterator[None]:
     """Puts generators back into their states. Only where nobody else draws from them meanwhile."""
-    states = [state_of(generator) for generator in generators]
+    states = states_of(generators)
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            put_state(generator, state)
+        put_states(states)
 
 
 def slots(transform: Any) -> dict[str, Slot]:
@@ -177,10 +188,8 @@ def states_at(places: Mapping[str, Slot]) -> dict[str, Any]:
 
 def put_back(places: Mapping[str, Slot], states: Mapping[str, Any]) -> None:
     """Puts generators into states, where there are both."""
-    for path in places.keys() & states.keys():
-        generator = places[path].get()
-        if generator is not None and state_of(generator) != states[path]:
-            put_state(generator, states[path])
+    found = ((places[path].get(), states[path]) for path in places.keys() & states.keys())
+    put_states((generator, state) for generator, state in found if generator is not None)
 
 
 def seed_everything(transforms: Iterable[Callable[..., Any]], *seed: int) -> None:
@@ -233,8 +242,7 @@ class States:
     def __init__(self, transforms: Iterable[Callable[..., Any]]) -> None:
         found = {id(p): p for transform in transforms for p in parts(transform) if is_a(type(p), TRANSFORMS)}
         self._owners = [(owner, dict(vars(owner))) for owner in found.values()]
-        generators = {id(owner.R): owner.R for owner in found.values() if getattr(owner, "R", None) is not None}
-        self._held = [(generator, state_of(generator)) for generator in generators.values()]
+        self._held = states_of(owner.R for owner in found.values() if getattr(owner, "R", None) is not None)
 
     def put_back(self) -> None:
         """Gives the transforms these attributes, with their generators in these states."""
@@ -243,9 +251,7 @@ class States:
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
-        for generator, state in self._held:
-            if state_of(generator) != state:  # which takes a thirtieth of the time
-                put_state(generator, state)
+        put_states(self._held)
 
     def are_those_of(self, other: States) -> bool:
         """Whether these are the same transforms, and nobody has drawn, seeded, or set an attribute in between."""
