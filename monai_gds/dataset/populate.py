@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -127,10 +127,12 @@ def populate(
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
     if executor is not None and num_workers:
         raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
-    compare_ranks(
-        session.settings, session.keys().pipeline(), len(dataset.data)
-    )  # they may have made their datasets before they had a rank
-    why = _why_to_populate(session) if ranks.rank == 0 else []  # before records of this run are in the index
+    # They may have made their datasets before they had a rank.
+    compare_ranks(session.settings, session.keys().pipeline(), len(dataset.data))
+    why: list[str] = []
+    with suppress(Exception):  # populating raises it again, and notes it
+        if ranks.rank == 0 and (cache := session.cache()) is not None:
+            why = why_missed(cache, session.key(0))  # before records of this run are in the index
     try:
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
     finally:
@@ -147,15 +149,6 @@ def populate(
             stacklevel=2,
         )
     return done
-
-
-def _why_to_populate(session: Session) -> list[str]:
-    """Why the first item has no record; empty if it has one."""
-    try:
-        key, cache = session.key(0), session.cache()
-        return [] if cache is None else why_missed(cache, key)
-    except Exception:  # populating raises it again, and notes it
-        return []
 
 
 def _fill(session: Session, num_workers: int | None, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:

@@ -305,11 +305,6 @@ class Session(NamedTuple):
         cache = self.cache()
         return cache is not None and cache.holds(key.digest, self.settings.converts)
 
-    def record_path(self, key: Key) -> str:
-        """The path of a key's record, which need not exist; empty without a cache."""
-        cache = self.cache()
-        return "" if cache is None else cache.record_path(key.digest)
-
     def record_form(self) -> Compression:
         """The form in which records are saved.
 

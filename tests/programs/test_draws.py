@@ -698,7 +698,7 @@ def test_a_record_that_changes_after_the_draw(what: str, tmp_path: Path) -> None
     begun = mine.session.begin([0, 1, 2, 3])
     assert all(map(drawn, begun))
     begun[1].volumes = _lost() if what != "replaced" else begun[1].volumes
-    path = mine.session.record_path(mine.key(1))
+    path = mine.session.cache().record_path(mine.key(1).digest)
     if what == "removed":
         os.remove(path)
     elif what == "replaced":
