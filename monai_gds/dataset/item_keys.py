@@ -97,11 +97,11 @@ class ItemKeys:
         self._caches = (*self._folders, *map(str, chain.from_iterable(within)))  # whose files do not count
         self._written = tuple(text for text in hashed.written if looks_like_path(text) and not os.path.isdir(text))
         self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and sources.counts else None
-        # Guards may have an item computed twice, and do not hold for the key of another dataset. A user's own hash_func
-        # gets all columns.
-        alone = not further and steady is None and not split.inner and dataset.hash_func is canonical_hash
+        # Guards may have an item computed twice, and do not hold for the key of another dataset.
+        alone = not further and steady is None and not split.inner
         proves = self.transform_hash and self._lists is not None and alone
         self._columns = Columns(split.deterministic if proves else ())
+        self._by_default = dataset.hash_func is canonical_hash
         self._kept = KeptReads.of(self.transform_hash, frozenset(f.__code__ for f in hashed.functions))
 
     def differences(self) -> dict[str, tuple[str, str]]:
@@ -143,8 +143,8 @@ class ItemKeys:
         return [*map(frozenset, noted), frozenset()]
 
     def _named(self, item: Any, pipeline: Pipeline, read: frozenset[str]) -> Key:
-        """The key without further files, given which columns count."""
-        return self._make(self._columns.counting(item, read), pipeline)
+        """The key without further files, given which columns count. A user's own ``hash_func`` gets all of them."""
+        return self._make(self._columns.counting(item, read) if self._by_default else item, pipeline)
 
     def _best(self, item: Any, pipeline: Pipeline, reads: Sequence[frozenset[str]]) -> Key:
         """The key of which there is a record; the newest, if there is none.
