@@ -410,11 +410,6 @@ class Begun(Turn):
         self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
 
     @property
-    def cached(self) -> bool:
-        """Whether the item has a record."""
-        return self._pending is not None or self.lazy is not None
-
-    @property
     def nbytes(self) -> int:
         """As :attr:`Turn.nbytes`; of all that is read of a record that is not drawn."""
         return super().nbytes if self._pending is None else self._pending.nbytes
