@@ -35,7 +35,7 @@ def describe(session: Session) -> str:
         *_limits(session),
         ("cached", _names(split.deterministic) or "nothing"),
         ("each epoch", _names(split.rest) or "nothing"),
-        ("split", _split(split.deterministic, split.rest)),
+        ("split", _split(split.rest)),
     ]
     rows += _random(session)
     if session.caches:
@@ -85,7 +85,7 @@ def _pipeline(session: Session) -> str:
         return f"none: {e}"
 
 
-def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
+def _split(rest: Sequence[Any]) -> str:
     if not rest:
         return "at the end: no transform is random"
     later = cacheable_after(rest)
