@@ -244,13 +244,18 @@ class States:
         self._owners = [(owner, dict(vars(owner))) for owner in found.values()]
         self._held = states_of(owner.R for owner in found.values() if getattr(owner, "R", None) is not None)
 
-    def put_back(self) -> None:
-        """Gives the transforms these attributes, with their generators in these states."""
+    def put_back(self, since: States | None = None) -> None:
+        """Gives the transforms these attributes, with their generators in these states.
+
+        If ``since`` is given, only the attributes that differ between the two: others may have been set meanwhile.
+        """
+        old = {} if since is None else {id(owner): attributes for owner, attributes in since._owners}
         for owner, attributes in self._owners:
             now = vars(owner)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
+            was = old.get(id(owner), now.copy())
+            for name in was.keys() - attributes.keys():
+                now.pop(name, None)
+            now.update({name: value for name, value in attributes.items() if was.get(name, self) is not value})
         put_states(self._held)
 
     def are_those_of(self, other: States) -> bool:

@@ -146,7 +146,7 @@ class Draws:
             found = lazy.wait(turn.item, {name: volume.whole() for name, volume in volumes.items()})
             return None if found is None else (found[0], 0)
         item = replay(drawn.program, volumes, self._device, shared=False)
-        drawn.after.put_back()
+        drawn.after.put_back(drawn.before)  # the user may have set something while it was read
         return item, drawn.program.done
 
     def _draw(self, turn: Turn, since: States | None) -> None:

@@ -550,6 +550,29 @@ def test_a_size_that_changes_in_between(folder: Path) -> None:
     assert_same(states(theirs), states(mine))
 
 
+@pytest.mark.parametrize("what", ["size", "seed"])
+def test_what_is_set_while_an_item_is_read_stays(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(one: Any) -> None:
+        if what == "size":
+            one.transform.transforms[1].cropper.roi_size = (5, 6, 7)
+        else:
+            one.transform.set_random_state(7)
+
+    def waited(volumes: Volumes) -> Any:
+        change(mine)  # as another thread may, such as the training's
+        return wait(volumes)
+
+    mine, theirs = dataset(folder, lambda: [crop()]), monais(lambda: [crop()])
+    begun, wait = mine.session.begin([0, 1, 2]), Volumes.wait
+    expected = [theirs[0]]
+    change(theirs)
+    with monkeypatch.context() as patch:
+        patch.setattr(Volumes, "wait", waited)
+        found = [begun[0].end()]
+    assert_as_monai(theirs, mine, [1, 2], [b.end() for b in begun[1:]])
+    assert_equal(expected, found)
+
+
 def test_an_item_that_cannot_be_drawn_ahead_spoils_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = dataset(folder, crops), monais(crops)
     begun = mine.session.begin([0])
