@@ -248,7 +248,10 @@ def _array(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 def _as(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
     """A tensor as one of another class, which it becomes itself: to make and to free another takes Python's lock."""
-    tensor.__class__ = kind
+    try:
+        tensor.__class__ = kind
+    except TypeError:  # a class with slots
+        tensor = tensor.as_subclass(kind)
     if attributes is not None:
         tensor.__dict__ = attributes
     return tensor

@@ -9,12 +9,19 @@ from monai.data import MetaTensor
 from monai_gds.programs.program import pack, unpack
 
 
+class Slotted(torch.Tensor):
+    """A user's kind of tensor."""
+
+    __slots__ = ("unit",)
+
+
 @pytest.mark.parametrize(
     "value",
     [
         torch.eye(4, dtype=torch.float64), torch.tensor(2.0), torch.tensor([True, False]), torch.empty(0, 3),
         torch.arange(6).view(2, 3).T, torch.arange(6.0)[2:5], torch.ones(3, dtype=torch.bfloat16),
         torch.tensor([1j, 2]).conj(), torch.tensor([1j, 2]).conj().imag, torch.nn.Parameter(torch.ones(2), False),
+        torch.arange(5.0).as_subclass(Slotted),
     ],
     ids=lambda value: f"{value.dtype}{list(value.shape)}",
 )  # fmt: skip
