@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from monai_gds.errors import HashingError
-from monai_gds.keys.of_libraries import OPTIONS
-from monai_gds.keys.origin import (
+from monai_gds.keys.libraries import (
     HEAP_TYPE,
+    OPTIONS,
     as_in_the_script,
     file_of,
     is_installed,
@@ -88,7 +88,7 @@ class Definitions:
         written: every string met in transforms that do.
         devices: the types of the devices named, such as ``"cuda"``.
         requires_grad: whether a tensor requires a gradient.
-        writes_files: greater than 0 inside a transform that writes the files it names.
+        writes_files: whether this is inside a transform that writes the files it names.
     """
 
     #: Containers with more members are described by their digest.
@@ -102,12 +102,10 @@ class Definitions:
         self.written: set[str] = set()
         self.devices: set[str] = set()
         self.requires_grad = False
-        self.writes_files = 0
+        self.writes_files = False
         self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
-        self.defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
-        # Digests of the user's enums, each with whether it was met where strings are not collected.
-        self._enums: dict[tuple[type, bool], bytes] = {}
-        self._in_enum = False
+        # The user's own functions and classes met so far, by id; enums also by whether it was in what writes files.
+        self.defined: dict[tuple[int, bool], tuple[Any, str]] = {}
         self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
         # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
         self.namespaces: dict[bytes, list[int]] = {}
@@ -178,10 +176,12 @@ class Definitions:
         let_pass: tuple[type[Exception], ...] = ()
         while True:
             while done < len(self.defined):
-                for value, where in list(self.defined.values())[done:]:
+                for (_, writes), (value, where) in list(self.defined.items())[done:]:
+                    self.writes_files = writes
                     done += 1
                     with contextlib.suppress(*let_pass):
                         found.add(self._definition(value, where))
+            self.writes_files = False
             modules = len(self._modules)
             members = {*self._members_of_modules(), *self._attributes()}
             if not members and done == len(self.defined) and modules == len(self._modules):
@@ -199,6 +199,8 @@ class Definitions:
 
     def class_body(self, cls: type) -> list[bytes]:
         """The digests of the members and bases of a class."""
+        if issubclass(cls, enum.Enum):
+            return self._enum_body(cls, class_place(cls))
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not isinstance(v, _SLOTS)}
         if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
             members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
@@ -210,6 +212,15 @@ class Definitions:
             members["__dataclass_params__"] = [getattr(params, name) for name in made]
         where = class_place(cls)
         return [*self.pairs(members, where), *self.each(cls.__bases__, where + "'s bases")]
+
+    def _enum_body(self, cls: type[enum.Enum], where: str) -> list[bytes]:
+        values = {name: member.value for name, member in cls.__members__.items()}
+        own = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS) or not _is_private(k)}
+        others = {k: v for k, v in own.items() if k not in values}
+        attributes = {name: held for name, member in cls.__members__.items() if (held := _of_member(member))}
+        members = [part for held in (values, others, attributes) for part in self.pairs(held, where)]
+        order = self.each(list(values), where) if self._ordered and len(values) > 1 else []
+        return [*members, *order, *self.each(cls.__bases__, f"{where}'s bases")]
 
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
@@ -417,7 +428,7 @@ class Code(Definitions):
             held = [self.part(held, paths, f"{where}'s variable {name}") for held in contents_of(cell)]
             parts += [b"device"] if is_device else held or [b"not set"]
         if library is None:
-            self.defined.setdefault(id(value), (value, where))
+            self.defined.setdefault((id(value), False), (value, where))
             # the same code in files that were loaded under one name reads the variables of its own file
             found, own = self.namespaces.setdefault(join(parts), []), id(value.__globals__)
             if own not in found:
@@ -443,42 +454,15 @@ class Code(Definitions):
             return [*parts, *self.each([base for base in cls.__mro__ if library_of_class(base) is None], where)]
         if library_of_class(type(cls)) is None:
             parts.append(self.digest(type(cls), where))
-        if issubclass(cls, enum.Enum):
-            values = {name: member.value for name, member in cls.__members__.items()}
-            own = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS) or not _is_private(k)}
-            others = {k: v for k, v in own.items() if k not in values}
-            attributes = {name: held for name, member in cls.__members__.items() if (held := _of_member(member))}
-            members = [part for held in (values, others, attributes) for part in self.pairs(held, where)]
-            members += self.each(list(values), where) if self._ordered and len(values) > 1 else []
-            return [*parts, *members, *self.each(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self.class_body(cls)]
-        self.defined.setdefault(id(cls), (cls, where))
+        self.defined.setdefault((id(cls), self.writes_files and issubclass(cls, enum.Enum)), (cls, where))
         return parts
 
     def own_code(self, cls: type, where: str) -> list[bytes]:
         """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
         is_users = cls.__flags__ & HEAP_TYPE and any(library_of_class(base) is None for base in cls.__mro__)
         return [self.digest(cls, where)] if is_users else []
-
-    def of_enum(self, cls: type) -> bytes:
-        """The digest of a user's enum, made once: an item may have hundreds of its members.
-
-        It is made as if nothing else were being hashed, so that it is the same wherever the enum is met first. Enums
-        within it, which may refer back to it, are hashed where they are.
-        """
-        where = class_place(cls)
-        if self._in_enum:
-            return self.digest(cls, where)
-        known = cls, self.writes_files > 0
-        if known not in self._enums:
-            outer, self._open, self._in_enum = self._open, {}, True
-            try:
-                self._enums[known] = self.digest(cls, where)
-            finally:
-                self._open, self._in_enum = outer, False
-        self.describe(where, f"code {self._enums[known].hex()[:8]}")
-        return self._enums[known]
 
     def named(self, cls: type) -> bytes:
         self.describe_library(library_of(cls.__module__) or b"")

@@ -8,7 +8,7 @@ Everything in an item counts, since transforms pass it on. Of transforms, some s
 
 * a device: anything that names one (a ``torch.device``, ``"cuda:1"``, None) and is called ``device``;
 * random state: generators of NumPy, Python and torch;
-* what objects of libraries remember of calls (:mod:`monai_gds.keys.of_libraries`).
+* what objects of libraries remember of calls (:mod:`monai_gds.keys.libraries`).
 
 The walk also describes transforms, so that two pipelines can be compared (:mod:`monai_gds.folder.explain`), and
 collects strings, which may name files.
@@ -45,8 +45,16 @@ import xxhash
 from monai_gds.base.names import below
 from monai_gds.errors import HashingError
 from monai_gds.keys.code import Code, join
-from monai_gds.keys.of_libraries import BY_TYPE, COMPUTED, TRANSIENT, writes_files
-from monai_gds.keys.origin import as_in_the_script, is_made_in_python, library_of, library_of_class, module_name
+from monai_gds.keys.libraries import (
+    BY_TYPE,
+    COMPUTED,
+    TRANSIENT,
+    as_in_the_script,
+    is_made_in_python,
+    library_of,
+    module_name,
+    writes_files,
+)
 from monai_gds.keys.reads import attributes_of, in_class, own_attribute
 
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
@@ -222,11 +230,8 @@ class Values(Code):
         if plain is not None:
             if self.description is not None:
                 self.describe(where, _short(value))
-            if isinstance(value, enum.Enum) and library_of_class(type(value)) is None:
-                plain.append(self.of_enum(type(value)))
-            elif type(value) not in _EXACT and not isinstance(value, enum.Enum):
-                own = self.own_code(type(value), where)
-                plain += [*own, *self.attributes(value, where)] if own else []
+            if type(value) not in _EXACT and (own := self.own_code(type(value), where)):
+                plain += own if isinstance(value, enum.Enum) else [*own, *self.attributes(value, where)]
         return plain
 
     # Arrays
@@ -284,12 +289,12 @@ class Values(Code):
         if any((cls.__module__, cls.__name__) == ("pandas.core.generic", "NDFrame") for cls in type(value).__mro__):
             why = "it keeps references to itself: hold its values, as frame.to_dict('list') or frame.to_numpy()"
             raise HashingError(_refusal(value, where, why))
-        writes = any(map(writes_files, type(value).__mro__))
-        self.writes_files += writes
+        outer = self.writes_files
+        self.writes_files = outer or any(map(writes_files, type(value).__mro__))
         try:
             return [*head, *self._contents(value, where)]
         finally:
-            self.writes_files -= writes
+            self.writes_files = outer
 
     def _contents(self, value: Any, where: str) -> list[bytes]:
         if isinstance(value, Mapping):

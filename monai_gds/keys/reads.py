@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from monai_gds.keys.origin import as_in_the_script, is_lazy, library_of, library_of_class
+from monai_gds.keys.libraries import as_in_the_script, is_lazy, library_of, library_of_class
 
 
 class Step(NamedTuple):
