@@ -18,7 +18,8 @@ from monai_gds.base.notices import Notice
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import HashingError
 from monai_gds.folder.reads import ReadLists
-from monai_gds.keys.hashing import HashedTransforms, canonical_hash, hash_transforms
+from monai_gds.keys.code import HashedTransforms
+from monai_gds.keys.hashing import canonical_hash, hash_transforms
 from monai_gds.keys.kept import KeptReads, words_of
 from monai_gds.keys.key import Key, KeyMaker, Pipeline, columns_of, hash_text
 from monai_gds.keys.libraries import version_of_monai
@@ -264,7 +265,7 @@ def _hashed(
         if hash_transform is canonical_hash:
             raise
     if sent is not None and sent[0] == _by_bytecode(transforms, root):
-        hashed = replace(hashed, digest=sent[1])
+        hashed.digest = sent[1]
     settings = {**split.settings(), "reset_ops_id": dataset.reset_ops_id}
     hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
     unset = {**defaults(), "mantissa_bits": "None", "version": "None", "steady": "None"}

@@ -18,6 +18,7 @@ import sys
 import types
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from monai_gds.errors import HashingError
@@ -77,42 +78,57 @@ _REFLECTING = {
 }
 
 
+@dataclass(slots=True)
+class HashedTransforms:
+    """What hashing transforms gave and met."""
+
+    digest: str = ""  # 32 hex digits
+    description: dict[str, str] = field(default_factory=dict)  # ``{attribute path: short text}`` of all that counts
+    strings: set[str] = field(default_factory=set)  # every string met, except in transforms that write files
+    written: set[str] = field(default_factory=set)  # those in transforms that do
+    devices: set[str] = field(default_factory=set)  # types of the devices named, such as ``"cuda"``
+    requires_grad: bool = False  # whether a tensor requires a gradient, so that the grad mode matters
+    generators: list[Any] = field(default_factory=list)  # random generators met
+    functions: list[types.FunctionType] = field(default_factory=list)  # the user's own
+
+
 class Definitions:
     """Hashes the user's functions, classes and modules that values name: after the values, each once.
 
-    The arguments are those of :class:`~monai_gds.keys.hashing.Values`.
-
-    Attributes:
-        description: ``{attribute path: short text}`` of everything that counts; None if it is not wanted.
-        strings: every string met, except in transforms that write files.
-        written: every string met in transforms that do.
-        devices: the types of the devices named, such as ``"cuda"``.
-        requires_grad: whether a tensor requires a gradient.
-        writes_files: whether this is inside a transform that writes the files it names.
+    Args:
+        root: see :func:`~monai_gds.keys.hashing.hash_item`.
+        exact: whether devices, random states and the sign of a NaN count.
+        describes: whether to collect descriptions and strings.
+        ordered: whether the order of dicts counts.
+        by_source: whether code counts by its syntax tree where its source is there.
     """
 
     #: Containers with more members are described by their digest.
     _MOST_DESCRIBED = 32
 
-    def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
-        self._exact, self._ordered = exact, ordered
-        self.description: dict[str, str] | None = {} if describes else None
-        self.by_source = True  # whether code counts by its syntax tree where its source is there
-        self.strings: set[str] = set()
-        self.written: set[str] = set()
-        self.devices: set[str] = set()
-        self.requires_grad = False
-        self.writes_files = False
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        exact: bool = False,
+        describes: bool = False,
+        ordered: bool = False,
+        by_source: bool = True,
+    ) -> None:
+        self._root, self._exact, self._ordered, self._by_source = root, exact, ordered, by_source
+        self._describes, self._silent = describes, False
+        self.met = HashedTransforms()
+        self.writes_files = False  # whether this is inside a transform that writes the files it names
         self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
         # The user's own functions and classes met so far, by id; enums also by whether it was in what writes files.
-        self.defined: dict[tuple[int, bool], tuple[Any, str]] = {}
+        self._defined: dict[tuple[int, bool], tuple[Any, str]] = {}
         self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
         # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
-        self.namespaces: dict[bytes, list[int]] = {}
+        self._namespaces: dict[bytes, list[int]] = {}
         self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
-        self.names: set[str] = set()  # that the user's functions read
+        self._names: set[str] = set()  # that the user's functions read
         self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
-        self.files: set[str] = set()  # with the user's code
+        self._files: set[str] = set()  # with the user's code
 
     @abstractmethod
     def digest(self, value: Any, where: str) -> bytes:
@@ -121,7 +137,7 @@ class Definitions:
     def each(self, values: Iterable[Any], where: str) -> list[bytes]:
         """The digests of several values."""
         members = list(values)
-        if self.description is None or len(members) <= self._MOST_DESCRIBED:
+        if not self._describes or len(members) <= self._MOST_DESCRIBED:
             return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
         with self.silence():
             found = [self.digest(v, where) for v in members]
@@ -139,8 +155,8 @@ class Definitions:
 
     def describe(self, where: str, text: str) -> None:
         """Notes what is at an attribute path."""
-        if self.description is not None:
-            self.description[where] = text
+        if self._describes and not self._silent:
+            self.met.description[where] = text
 
     def describe_library(self, library: bytes) -> None:
         """Notes the version of a library that something is from."""
@@ -151,18 +167,18 @@ class Definitions:
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
         """Suspends the description. Strings are still collected."""
-        kept, self.description = self.description, {} if self.description is not None else None
+        outer, self._silent = self._silent, True
         try:
             yield
         finally:
-            self.description = kept
+            self._silent = outer
 
     def is_device(self, name: Any, value: Any) -> bool:
         """Whether this is a transform's device, which does not count: another device gives the same item."""
         is_named = isinstance(name, str) and name.strip("_").lower() in ("device", "devices")
         if self._exact or not is_named or not _names_device(value):
             return False
-        self.devices.update(re.findall(_DEVICE, str(value)))
+        self.met.devices.update(re.findall(_DEVICE, str(value)))
         return True
 
     def definitions(self) -> list[bytes]:
@@ -175,8 +191,8 @@ class Definitions:
         done = 0
         let_pass: tuple[type[Exception], ...] = ()
         while True:
-            while done < len(self.defined):
-                for (_, writes), (value, where) in list(self.defined.items())[done:]:
+            while done < len(self._defined):
+                for (_, writes), (value, where) in list(self._defined.items())[done:]:
                     self.writes_files = writes
                     done += 1
                     with contextlib.suppress(*let_pass):
@@ -184,7 +200,9 @@ class Definitions:
             self.writes_files = False
             modules = len(self._modules)
             members = {*self._members_of_modules(), *self._attributes()}
-            if not members and done == len(self.defined) and modules == len(self._modules):
+            if not members and done == len(self._defined) and modules == len(self._modules):
+                self.met.functions = [v for v, _ in self._defined.values() if isinstance(v, types.FunctionType)]
+                self.met.strings -= self._files
                 return sorted(found)
             found |= members
             let_pass = (HashingError,)  # perhaps nobody reads what is defined there
@@ -227,8 +245,8 @@ class Definitions:
         reads, variables = reads_of(function.__code__), function.__globals__
         # of what a library's decorator made, the library's variables may be anything, such as locks
         let_pass = () if library_of(variables.get("__name__", "")) is None else (HashingError,)
-        self.names |= reads.names
-        self.files.add(str(variables.get("__file__")))
+        self._names |= reads.names
+        self._files.add(str(variables.get("__file__")))
         for name in sorted(reads.variables.keys() & variables.keys()):
             if not self.is_device(name, variables[name]):
                 value = as_in_the_script(name, variables[name])
@@ -278,9 +296,9 @@ class Definitions:
 
     def _file(self, file: str, module: str, where: str) -> Iterator[bytes]:
         """The digest of a file of the user's with code that was not imported, and those that it would import."""
-        if file in self.files:
+        if file in self._files:
             return
-        self.files.add(file)
+        self._files.add(file)
         tree, content = tree_of_file(file)
         parts = [content] if tree is None else self.tree(tree, f"{where}'s {module}")
         yield join([b"file", module.encode(), *parts])
@@ -305,7 +323,7 @@ class Definitions:
                 for folder in getattr(module, "__path__", ()):
                     for file in sorted(glob.glob(f"{glob.escape(folder)}/**/*.py", recursive=True)):
                         yield from self._file(file, module.__name__ + file[len(folder) :], where)
-            for name in sorted(self.names & vars(module).keys()):
+            for name in sorted(self._names & vars(module).keys()):
                 member = vars(module)[name]
                 if (id(module), name) not in self._read and not self.is_device(name, member):
                     self._read.add((id(module), name))
@@ -316,10 +334,10 @@ class Definitions:
 
     def _attributes(self) -> Iterator[bytes]:
         """What any of the user's functions may look at of others, and of classes, beside what they do; each once."""
-        for value, where in list(self.defined.values()):
+        for value, where in list(self._defined.values()):
             own = vars(value) if isinstance(value, types.FunctionType) else {}
-            reflected = {name for name, told_by in _REFLECTING.items() if not self.names.isdisjoint(told_by)}
-            for name in sorted(reflected | (self.names & own.keys())):
+            reflected = {name for name, told_by in _REFLECTING.items() if not self._names.isdisjoint(told_by)}
+            for name in sorted(reflected | (self._names & own.keys())):
                 if (id(value), name) not in self._read:
                     self._read.add((id(value), name))
                     if name == "__dict__":
@@ -428,9 +446,9 @@ class Code(Definitions):
             held = [self.part(held, paths, f"{where}'s variable {name}") for held in contents_of(cell)]
             parts += [b"device"] if is_device else held or [b"not set"]
         if library is None:
-            self.defined.setdefault((id(value), False), (value, where))
+            self._defined.setdefault((id(value), False), (value, where))
             # the same code in files that were loaded under one name reads the variables of its own file
-            found, own = self.namespaces.setdefault(join(parts), []), id(value.__globals__)
+            found, own = self._namespaces.setdefault(join(parts), []), id(value.__globals__)
             if own not in found:
                 found.append(own)
             if place := found.index(own):
@@ -438,7 +456,7 @@ class Code(Definitions):
         return parts
 
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
-        tree = tree_of(code) if self.by_source else None
+        tree = tree_of(code) if self._by_source else None
         if tree is not None:
             return [b"syntax", repr(sorted(code.co_freevars)).encode(), *self.tree(tree, where)]
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -456,7 +474,7 @@ class Code(Definitions):
             parts.append(self.digest(type(cls), where))
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self.class_body(cls)]
-        self.defined.setdefault((id(cls), self.writes_files and issubclass(cls, enum.Enum)), (cls, where))
+        self._defined.setdefault((id(cls), self.writes_files and issubclass(cls, enum.Enum)), (cls, where))
         return parts
 
     def own_code(self, cls: type, where: str) -> list[bytes]:

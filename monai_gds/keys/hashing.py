@@ -35,7 +35,6 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ import xxhash
 
 from monai_gds.base.names import below
 from monai_gds.errors import HashingError
-from monai_gds.keys.code import Code, join
+from monai_gds.keys.code import Code, HashedTransforms, join
 from monai_gds.keys.libraries import (
     BY_TYPE,
     COMPUTED,
@@ -107,20 +106,6 @@ def hash_item(item: Any, root: str | None = None) -> str:
     return Values(root, exact=True).hash(item, "item")
 
 
-@dataclass(frozen=True, slots=True)
-class HashedTransforms:
-    """The result of hashing transforms."""
-
-    digest: str = ""  # 32 hex digits
-    description: dict[str, str] = field(default_factory=dict)  # ``{attribute path: short text}`` of all that counts
-    strings: frozenset[str] = frozenset()  # every string met, except in transforms that write files
-    written: frozenset[str] = frozenset()  # those in transforms that do
-    devices: frozenset[str] = frozenset()  # types of the devices named, such as ``"cuda"``, whose settings may matter
-    requires_grad: bool = False  # whether a tensor requires a gradient, so that the grad mode matters
-    functions: tuple[types.FunctionType, ...] = ()  # the user's own
-    generators: tuple[Any, ...] = ()  # random generators met
-
-
 def hash_transforms(
     transforms: Sequence[Callable[..., Any]], root: str | None = None, by_source: bool = True
 ) -> HashedTransforms:
@@ -128,40 +113,17 @@ def hash_transforms(
 
     Code counts by its bytecode, without ``by_source``: what was pickled by value has no source elsewhere.
     """
-    hasher = Values(root, describes=True, ordered=True)
-    hasher.by_source = by_source
+    hasher = Values(root, describes=True, ordered=True, by_source=by_source)
     digests = []
     for i, transform in enumerate(transforms):
         name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
-    return HashedTransforms(
-        join([*digests, *hasher.definitions()]).hex(),
-        hasher.description or {},
-        frozenset(hasher.strings - hasher.files),
-        frozenset(hasher.written),
-        frozenset(hasher.devices),
-        hasher.requires_grad,
-        tuple(value for value, _ in hasher.defined.values() if isinstance(value, types.FunctionType)),
-        tuple(hasher.generators),
-    )
+    hasher.met.digest = join([*digests, *hasher.definitions()]).hex()
+    return hasher.met
 
 
 class Values(Code):
-    """Hashes values: one walk over a value. Code is hashed by :class:`~monai_gds.keys.code.Code`.
-
-    Args:
-        root: see :func:`hash_item`.
-        exact: whether devices, random states and the sign of a NaN count.
-        describes: whether to fill ``description`` and ``strings``.
-        ordered: whether the order of dicts counts.
-    """
-
-    def __init__(
-        self, root: str | None = None, *, exact: bool = False, describes: bool = False, ordered: bool = False
-    ) -> None:
-        super().__init__(exact=exact, describes=describes, ordered=ordered)
-        self._root = root
-        self.generators: list[Any] = []  # random generators met
+    """Hashes values: one walk over a value. Code is hashed by :class:`~monai_gds.keys.code.Code`."""
 
     def hash(self, value: Any, where: str) -> str:
         """The hash of a value, as 32 hex digits."""
@@ -213,22 +175,22 @@ class Values(Code):
     def _plain(self, value: Any, where: str) -> list[bytes] | None:
         """The parts of a value that holds no others; None for any other value."""
         if isinstance(value, (str, pathlib.PurePath)) and not isinstance(value, enum.Enum):
-            if self.description is not None:
-                (self.written if self.writes_files else self.strings).add(str(value))
+            if self._describes:
+                (self.met.written if self.writes_files else self.met.strings).add(str(value))
             rest = None if self._root is None else below(str(value), self._root)
             if rest is not None:
                 self.describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
         if isinstance(value, torch.device):
-            self.devices.add(value.type)
+            self.met.devices.add(value.type)
             return [b"device", (str(value) if self._exact else value.type).encode()]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
-            self.generators.append(value)
+            self.met.generators.append(value)
             return [b"random state", *self.own_code(type(value), where)]
         is_nan = type(value) is float and math.isnan(value) and not self._exact
         plain = [b"float", b"nan"] if is_nan else _plain(value)
         if plain is not None:
-            if self.description is not None:
+            if self._describes:
                 self.describe(where, _short(value))
             if type(value) not in _EXACT and (own := self.own_code(type(value), where)):
                 plain += own if isinstance(value, enum.Enum) else [*own, *self.attributes(value, where)]
@@ -240,7 +202,7 @@ class Values(Code):
         head = [b"array", str(np.lib.format.dtype_to_descr(value.dtype)).encode(), repr(value.shape).encode()]
         if value.dtype.hasobject:
             return [*head, *self.each(value.ravel().tolist(), where)]
-        if value.dtype.kind == "U" and (self._root is not None or self.description is not None):
+        if value.dtype.kind == "U" and (self._root is not None or self._describes):
             head.extend(self.each(value.ravel().tolist(), where))  # its strings may be paths
             if self._root is not None:
                 return [*head[:1], *head[2:]]  # the width of the dtype depends on the root's length
@@ -268,7 +230,7 @@ class Values(Code):
         if value.is_quantized:
             extra.append(self.digest(value.dequantize(), f"{where}'s values"))
         if value.requires_grad:
-            self.requires_grad = True
+            self.met.requires_grad = True
             extra.append(b"requires grad")
         if type(value) is torch.nn.Parameter:
             extra.append(b"parameter")

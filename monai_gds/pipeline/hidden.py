@@ -35,7 +35,8 @@ import torch
 
 from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning
-from monai_gds.keys.hashing import HashedTransforms, hash_item
+from monai_gds.keys.code import HashedTransforms
+from monai_gds.keys.hashing import hash_item
 from monai_gds.keys.libraries import writes_files
 from monai_gds.pipeline.parts import name_of, parts
 from monai_gds.pipeline.randomness import is_generator, seed_everything, state_of, states_kept
