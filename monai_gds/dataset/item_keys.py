@@ -177,7 +177,6 @@ class ItemKeys:
         if self._lists is None:
             made = make(item)
             return made, key, self._changed(key, times, item, read)
-        began = self._kept.computed
         given, guards = self._columns.guarded(item, read)
         seen, words = seen or Observation(), words_of(item)
         self._kept.running[seen] = _in_keys(key), words
@@ -187,7 +186,7 @@ class ItemKeys:
         except BaseException as e:  # perhaps because of a guard
             if not guards or not isinstance(e, (Exception, Touched)):
                 if isinstance(e, Exception):  # the next item may use what this one has loaded
-                    full, paths = self._with_seen(key, words, seen, began, self._lists)
+                    full, paths = self._with_seen(key, words, seen, self._lists)
                     self._kept.keep(seen, paths, full.sources, words)
                 raise
             more = touched(guards) or frozenset(guards)
@@ -198,7 +197,7 @@ class ItemKeys:
             self._lists.note(pipeline.digest, sorted(read | more))
             return found
         stages.enter("keys")
-        full, paths = self._with_seen(key, words, seen, began, self._lists)
+        full, paths = self._with_seen(key, words, seen, self._lists)
         changed = self._changed(key, times, item, read) or seen.changed() or self._kept.changed(paths, full.sources)
         self._kept.keep(seen, paths, dict.fromkeys(paths, _UNKNOWN) if changed else full.sources, words)
         if full is not key and not changed:
@@ -210,13 +209,11 @@ class ItemKeys:
         written = [path for path, time in self._make.times(key).items() if time != times[path]]
         return key.changes(self._named(item, self.pipeline(), read), written)
 
-    def _with_seen(
-        self, key: Key, words: frozenset[str], seen: Observation, began: int, lists: ReadLists
-    ) -> tuple[Key, list[str]]:
+    def _with_seen(self, key: Key, words: frozenset[str], seen: Observation, lists: ReadLists) -> tuple[Key, list[str]]:
         """The key with what a computation has read and with what others have kept; and what it has read alone."""
         apart = tuple(map(absolute, self._apart))
         paths = seen.paths(_in_keys(key), apart)
-        wanted = self._kept.beside(paths, words, began, self._sources.read, apart)
+        wanted = self._kept.beside(paths, words, apart)
         newest = next(iter(lists.of(key.name)), ())
         if set(wanted) < set(newest):
             wanted = list(newest)  # what it did not read this time, it had in memory

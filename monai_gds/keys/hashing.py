@@ -1,17 +1,15 @@
 """A canonical hash of Python values: equal in every process and run, whatever the memory layout.
 
-Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, and code
-(:mod:`monai_gds.keys.code`). Identity, sharing, and the order of dicts and sets do not count. Of dicts that transforms
-hold, the order counts: a transform may make a channel of each member.
-
-Everything in an item counts, since transforms pass it on. Of transforms, some state is left out:
+A value counts by its contents: types, data, and code (:mod:`monai_gds.keys.code`). Identity, sharing, and the order of
+dicts and sets do not count. Everything in an item counts, since transforms pass it on. Of transforms, some state does
+not:
 
 * a device: anything that names one (a ``torch.device``, ``"cuda:1"``, None) and is called ``device``;
 * random state: generators of NumPy, Python and torch;
 * what objects of libraries remember of calls (:mod:`monai_gds.keys.libraries`).
 
-The walk also describes transforms, so that two pipelines can be compared (:mod:`monai_gds.folder.explain`), and
-collects strings, which may name files.
+The order of their dicts does count: a transform may make a channel of each member. The walk also describes transforms,
+so that two pipelines can be compared (:mod:`monai_gds.folder.explain`), and collects strings, which may name files.
 """
 
 from __future__ import annotations
@@ -73,18 +71,12 @@ _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
 
 def canonical_hash(value: Any) -> bytes:
-    """Hashes a value canonically; see the module's docstring.
+    """Hashes plain data, arrays, tensors, functions, and objects made of them: 32 hex digits, as MONAI's ``hash_func``.
 
     A class can declare which of its data count by a method ``__cache_key__(self)`` that returns plain data.
 
-    Args:
-        value: plain data, arrays, tensors, functions, and objects made of them.
-
-    Returns:
-        32 hex digits as ASCII bytes, as MONAI's ``hash_func`` returns.
-
     Raises:
-        HashingError: the value holds something without a stable content (a lock, an open file, a generator…).
+        HashingError: the value holds something without a stable content (a generator, a data frame…).
 
     Example:
         >>> canonical_hash({"a": 1, "b": 2}) == canonical_hash({"b": 2, "a": 1})
@@ -94,14 +86,11 @@ def canonical_hash(value: Any) -> bytes:
 
 
 def hash_item(item: Any, root: str | None = None) -> str:
-    """Hashes an item of a dataset, as 32 hex digits. Everything in it counts, since transforms pass it on.
+    """Hashes an item of a dataset as :func:`canonical_hash` does, but everything in it counts.
 
     Args:
-        item: as for :func:`canonical_hash`.
+        item: the item.
         root: paths below this folder count by the part that follows it.
-
-    Raises:
-        HashingError: as by :func:`canonical_hash`.
     """
     return Values(root, exact=True).hash(item, "item")
 
