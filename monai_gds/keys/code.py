@@ -12,6 +12,7 @@ import enum
 import functools
 import glob
 import hashlib
+import importlib.util
 import os
 import re
 import sys
@@ -42,7 +43,6 @@ from monai_gds.keys.reads import (
     as_plain,
     attributes_of,
     contents_of,
-    imports_of,
     own_attribute,
     read_by,
     reads_of,
@@ -280,7 +280,8 @@ class Definitions:
 
         A module that was not imported so far counts by its file, with those that it imports in turn.
         """
-        for module, member, name in imports_of(code, package):
+        for dotted, member, name in reads_of(code).imports:
+            module = importlib.util.resolve_name(dotted, package)
             if is_installed(module.partition(".")[0]):
                 continue
             for end, letter in enumerate(f"{module}.{member}."):

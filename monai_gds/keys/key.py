@@ -1,23 +1,22 @@
 """The key of an item: the name of its record, and what went into that name. Everything that changes an item is in it.
 
-A key is the digest of these ingredients. The dataset collects them in :mod:`dataset.item_keys`, a function for each:
+A key is the digest of these ingredients, which the dataset collects in :mod:`dataset.item_keys`:
 
-item        hash of the item's values, but for columns that no transform touches (:mod:`pipeline.columns`).
-            :func:`keys.hashing.hash_item`. Order of dicts, strides and shared objects do not count.
-transforms  hash of the deterministic transforms and of the settings of their ``Compose``: values, and the code that
-            they run. :func:`keys.hashing.hash_transforms`. Code of the user counts with what it reads
-            (:mod:`keys.code`), a library's by name and version (:mod:`keys.libraries`). Devices and random states do
-            not count.
-monai       MONAI's version, as far as the option ``monai_version`` says. :func:`keys.libraries.version_of_monai`.
-state       what differs from its default: the settings of the process (tables in :mod:`pipeline.settings`), and what
-            the user gave the dataset, as ``mantissa_bits`` and ``version``.
-sources     path below the root, size and content of each file that the item or a transform names, and of each that was
-            read besides while the item was computed. :class:`keys.sources.Sources` identifies a file,
-            :mod:`keys.source_names` tells which texts name one, and :mod:`keys.observed` sees reads. Times do not
-            count.
+item        hash of the item's values: :func:`keys.hashing.hash_item`. Not in it: columns that no transform touches
+            (:mod:`pipeline.columns`), the order of dicts, strides, and whether two values are one object.
+transforms  hash of the deterministic transforms, values and code, and of the settings of their ``Compose``:
+            :func:`keys.hashing.hash_transforms`. Code of the user's counts with all that it reads (:mod:`keys.code`), a
+            library's by name and version (:mod:`keys.libraries`). Not in it: devices, random states, comments.
+monai       MONAI's version, as far as the option ``monai_version`` says: :func:`keys.libraries.version_of_monai`.
+state       what differs from its default: settings of the process (tables in :mod:`pipeline.settings`), and what the
+            user gave the dataset, ``mantissa_bits`` and ``version``.
+sources     path below the root, size and content of files: :class:`keys.sources.Sources`. Which ones: those that the
+            item or a transform names (:mod:`keys.source_names`), and those that were read while the item was computed
+            (:mod:`keys.observed`), or by an item before and kept (:mod:`keys.kept`). Not in it: times and owners.
 root        whether a root was given, below which paths count by what follows it.
+format      changes whenever the meaning of the others does.
 
-Nothing else is in it: not the target, the backend, compression, the cache's place, workers or environment variables.
+Nothing else is in it: not the target, the backend, compression, tiles, workers, or the place of the cache.
 
 Which further files an item reads is known when it has been computed. So a lookup has two steps: the ingredients
 without them give a name, under which lists of such files are noted (:mod:`folder.reads`), and those of a list with
@@ -46,7 +45,7 @@ from monai_gds.keys.source_names import absolute, candidates
 from monai_gds.keys.sources import Identity, Sources
 
 #: The first part. Changes whenever the meaning of the others does.
-FORMAT = "monai_gds 3"
+FORMAT = "monai_gds 4"
 
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 

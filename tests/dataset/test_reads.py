@@ -224,6 +224,19 @@ def test_what_an_item_before_has_kept_is_not_saved_once_it_has_changed(tmp_path:
         data.populate(num_workers=0, progress=False)
 
 
+def test_what_is_computed_again_with_a_file_in_memory_is_found_again(
+    tmp_path: Path, atlas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transform = Keeps()
+    assert values(dataset(tmp_path, 1, transform)) == [10]
+    for record in (tmp_path / "cache").glob("*.safetensors"):
+        record.unlink()
+    monkeypatch.setattr(kept, "_all", {})  # nothing tells that the transform has loaded it
+    assert values(again := dataset(tmp_path, 1, transform)) == [10]
+    assert again.is_cached(0)
+    assert list(again.key(0).sources) == [str(atlas)]
+
+
 @functools.cache
 def loaded(path: str) -> float:
     return float(Path(path).read_text())
