@@ -300,13 +300,11 @@ class Definitions:
         if file in self._files:
             return
         self._files.add(file)
-        tree, content = tree_of_file(file)
-        parts = [content] if tree is None else self.tree(tree, f"{where}'s {module}")
-        yield join([b"file", module.encode(), *parts])
-        if tree is not None:
+        tree, code = tree_of_file(file)
+        yield join([b"file", module.encode(), *self.tree(tree, f"{where}'s {module}")])
+        if code is not None:
             is_package = os.path.basename(file) == "__init__.py"
-            assert tree.code is not None
-            yield from self._imported(tree.code, module if is_package else module.rpartition(".")[0], where)
+            yield from self._imported(code, module if is_package else module.rpartition(".")[0], where)
 
     def _members_of_modules(self) -> Iterator[bytes]:
         """What any of the user's functions may read of modules that are handed on, each member once.
