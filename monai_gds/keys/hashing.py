@@ -307,8 +307,7 @@ class Values(Code):
         if isinstance(parts, str):  # the name of a global; numpy.frompyfunc gives its own objects one, too
             inside = [held for held in gc.get_referents(value) if isinstance(held, types.FunctionType)]
             return [parts.encode(), *self.each(inside, where)]
-        shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
-        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
+        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in parts]
 
 
 def _script(value: Any) -> list[bytes]:
@@ -374,16 +373,6 @@ def _short_array(value: np.ndarray, data: bytes) -> str:
     if value.size <= 16 and value.dtype.kind in "biufc":
         return f"{value.tolist()} {value.dtype}"
     return f"array {value.dtype} {value.shape} {data.hex()[:8]}"
-
-
-def _repeats_attributes(state: Any, value: Any) -> bool:
-    """Whether an object's pickled state consists of its attributes alone, including transient ones."""
-    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # __dict__ and slots
-    attributes = own_attribute(value, "__dict__") or {}
-    return all(
-        piece is None or (isinstance(piece, dict) and all(k in attributes or hasattr(value, k) for k in piece))
-        for piece in pieces
-    )
 
 
 def _refusal(value: Any, where: str, why: str) -> str:
