@@ -88,16 +88,6 @@ def _unreadable(path: str, prefix: str) -> FolderEntry:
     return _without_stat(prefix, MISSING)
 
 
-def changed_at(path: str, entries: list[FolderEntry]) -> int:
-    """When the last file of a listed folder was changed, or one was added or removed, in ns (ctime)."""
-    times = [ctime for *_, ctime in entries]
-    for prefix, kind, *_ in entries:
-        if kind == FOLDER:
-            with contextlib.suppress(OSError):
-                times.append(os.stat(path + "/" + prefix).st_ctime_ns)
-    return max(times, default=0)
-
-
 def digest_of_folder(entries: list[FolderEntry], contents: list[bytes]) -> str:
     """The hash of names, kinds, sizes and contents, in the order of the listing."""
     hashed = xxhash.xxh3_128()

@@ -28,10 +28,10 @@ from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, HashingError
 from monai_gds.keys.folder_listing import (
     FILE,
+    FOLDER,
     NAMES,
     UNREADABLE,
     FolderEntry,
-    changed_at,
     digest_of_folder,
     list_folder,
 )
@@ -132,7 +132,9 @@ class Sources:
             st = os.stat(path)
             if not stat.S_ISDIR(st.st_mode):
                 return st.st_ctime_ns
-            return changed_at(path, list_folder(path, self._cache()) or [])
+            entries = list_folder(path, self._cache()) or []
+            folders = [os.stat(f"{path}/{name}").st_ctime_ns for name, kind, *_ in entries if kind == FOLDER]
+            return max([*folders, *[ctime for *_, ctime in entries]], default=0)
         return 0
 
     def flush(self) -> None:
