@@ -232,19 +232,15 @@ class KeyMaker:
         identity, since a list of dicts may be changed in place.
         """
         # not only plain values: marshal would write an array's bytes without dtype and shape
-        if not _is_plain(item):
-            return self._hash(item)
+        is_plain = _is_plain(item)
         # version 2 writes values only, no references; of an image in the item nothing is kept in memory
-        fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2))
+        fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2)) if is_plain else b""
         found = self._known.get(fingerprint)
         if found is None:
-            found = self._hash(item)
-            if len(self._known) < limits.HASHED_ITEMS:
+            found = _KnownItem(hash_item(item, self._root), candidates(item, self._loaded))
+            if is_plain and len(self._known) < limits.HASHED_ITEMS:
                 self._known[fingerprint] = found
         return found
-
-    def _hash(self, item: Any) -> _KnownItem:
-        return _KnownItem(hash_item(item, self._root), candidates(item, self._loaded))
 
 
 def hash_text(found: Any, name: str) -> str:
