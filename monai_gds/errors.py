@@ -9,8 +9,9 @@ code unaware of this package can handle it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 __all__ = [
     "BackendUnavailable",
@@ -48,6 +49,18 @@ def printable(text: str) -> str:
         \x1b[2Jct.nii
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """What to append to the error of a name that there is not: the one that was probably meant, or ``otherwise``.
+
+    Example:
+        >>> meant("batchsize", ["batch_size", "shuffle"])
+        ": did you mean 'batch_size'?"
+    """
+    plain = {one.replace("_", "").lower(): one for one in known}  # so that batchsize is close to batch_size
+    near = get_close_matches(name.replace("_", "").lower(), plain, n=1)
+    return f": did you mean {plain[near[0]]!r}?" if near else otherwise and f": {otherwise}"
 
 
 class MonaiGdsError(Exception):

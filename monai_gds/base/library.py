@@ -19,7 +19,7 @@ def library(
 
     Args:
         name: the library's path or file name, or several to try in turn. The system's loader looks for a file name.
-        hint: says what the library is for and how to get it. It ends the message of the error.
+        hint: says how to get the library, and what it is for where that is not plain. It ends the message of the error.
         functions: functions that the library must have: by its name, what each returns and the types of its arguments.
         package: the Python package whose wheel may hold the library. It is found, but not imported.
         folder: where in the package the library lies.
@@ -30,14 +30,14 @@ def library(
         MonaiGdsError: none of them can be used. The message gives the reason for each.
     """
     names = [name] if isinstance(name, str) else name
-    reasons = []
+    reasons, absent = [], ""
     if package:
         try:
             spec = importlib.util.find_spec(package)
         except ModuleNotFoundError:  # the package around it is not there
             spec = None
         if spec is None or spec.origin is None:
-            reasons.append(f"the package {package} is not installed")
+            absent = f"the package {package} is not installed"
         else:
             names = [*(os.path.join(os.path.dirname(spec.origin), folder, one) for one in names), *names]
     for one in names:
@@ -49,7 +49,9 @@ def library(
             return found
         except (OSError, AttributeError) as e:  # it does not load, or it lacks a function
             reasons.append(str(e) if one in str(e) else f"{one}: {e}")
-    raise error(f"{names[-1]} cannot be loaded ({'; '.join(reasons)}): {hint}")
+    if absent and all("cannot open shared object file" in reason for reason in reasons):
+        raise error(f"{absent}: {hint}")  # as usual: nobody looks for a library of the system's
+    raise error(f"{names[-1]} cannot be loaded ({'; '.join([*filter(None, [absent]), *reasons])}): {hint}")
 
 
 def problem_with(load: Callable[[], object]) -> str | None:

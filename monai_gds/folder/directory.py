@@ -376,6 +376,7 @@ def check_writable(path: str | os.PathLike[str] | None) -> None:
             temporary.create(inner, name, b"x" * 4096)
             os.unlink(name, dir_fd=inner)
     except OSError as e:
+        e.filename = None if e.filename == name else e.filename  # the small file's says nothing
         raise NotSaved(f"strict=True, and nothing can be saved in {folder}: {with_advice(e)}") from e
 
 

@@ -154,7 +154,7 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
         >>> type(dataset).__mro__[1].__name__, monai.data.CacheDataset.__module__
         ('Cached', 'monai.data.dataset')
     """
-    refuse({name: options[name] for name in options.keys() - OURS})
+    refuse({name: options[name] for name in options.keys() - OURS}, OURS)
     defaults = {"cache_dir": os.path.abspath(os.path.expanduser(cache_dir)), "device": device, **options}
     changes: list[tuple[Any, str, Any]] = []
     replaced = {}

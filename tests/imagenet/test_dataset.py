@@ -649,7 +649,7 @@ def test_arguments_that_make_no_sense(
 
 
 def test_an_argument_that_is_spelt_wrong_is_named_with_the_right_one(folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"no argument 'suffle': do you mean 'shuffle'\?"):
+    with pytest.raises(TypeError, match=r"no argument 'suffle': did you mean 'shuffle'\?"):
         dataset(folder, suffle=True)
     with pytest.raises(TypeError, match=r"no argument 'xyzzy'$"):
         dataset(folder, xyzzy=1)
