@@ -1,4 +1,4 @@
-"""Programs as MONAI's users write them: how they are listed and run, and the table of them in the how-to.
+"""Programs as MONAI's users write them: how they are listed and run, and the table of them in the documentation.
 
 A program is a function of a :class:`Study` that yields what its user looks at: batches, losses, predictions. It names
 MONAI's classes as ``md.NAME``, so that it finds what stands in for them under ``patch()``.
@@ -28,7 +28,7 @@ from tests.machines import ROOT
 
 __all__ = ["PROGRAMS", "Program", "Study", "plain", "program", "records", "run", "table", "write"]
 
-PAGE = ROOT / "docs/howto/moving.md"
+PAGE = ROOT / "docs/explanation/unchanged.md"
 
 #: The measured times, in seconds by program, and where they were measured.
 TIMES = Path(__file__).with_name("times.json")
