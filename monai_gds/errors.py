@@ -9,6 +9,8 @@ code unaware of this package can handle it.
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -339,3 +341,15 @@ class CacheWarning(UserWarning):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+#: Packages whose code lies between a user's line and a warning of ours.
+_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "threading", "torch", "typer"})
+
+
+def warn(message: str, category: type[Warning] = CacheWarning) -> None:
+    """Warns at the line of the user's that led here. In a thread of ours, where there is none, it names none."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=level)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
 from monai_gds.base.notices import Notice
-from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord, RecordError
+from monai_gds.errors import CodecMissing, NewerRecord, RecordError, warn
 from monai_gds.items.types import UnknownHere
 
 #: Errors that concern the directory, its disk or this process rather than one file: hundreds of records have the same.
@@ -106,7 +105,7 @@ class Problems:
             self._reported.add(once_for)
         if self._run is not None and not Notice(self._directory, self._run, once_for).is_new():
             return
-        warnings.warn(message, CacheWarning, stacklevel=2)
+        warn(message)
 
 
 def with_advice(error: OSError, folder: str = "cache_dir") -> str:

@@ -14,8 +14,9 @@ from monai.transforms import Compose, Randomizable
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.populate import fill
 from monai_gds.dataset.settings import CacheOptions
+from monai_gds.errors import warn
 from monai_gds.pipeline.parts import parts
-from monai_gds.swap.stand_in import StandIn, divided, warn
+from monai_gds.swap.stand_in import StandIn, divided
 
 #: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
 _IN_MEMORY = ("_load_cache_item", "_fill_cache")

@@ -19,10 +19,10 @@ import monai.apps
 import monai.data
 
 from monai_gds.dataset.settings import refuse
-from monai_gds.errors import HashingError
+from monai_gds.errors import HashingError, warn
 from monai_gds.swap import cached, loaders, plain, slides
 from monai_gds.swap.smart import SmartCacheDataset
-from monai_gds.swap.stand_in import OURS, warn
+from monai_gds.swap.stand_in import OURS
 
 #: What stands in for each of MONAI's classes. This module is imported before anything can be patched.
 _STAND_INS: Mapping[type, type] = {
