@@ -10,6 +10,9 @@ from typing import Any
 
 from monai_gds.errors import MonaiGdsError
 
+#: What the system's loader says of a library that is nowhere.
+_NOT_FOUND = "cannot open shared object file: No such file or directory"
+
 
 def library(
     name: str | Sequence[str], hint: str, *, functions: Mapping[str, Sequence[Any]] | None = None, package: str = "",
@@ -49,8 +52,8 @@ def library(
             return found
         except (OSError, AttributeError) as e:  # it does not load, or it lacks a function
             reasons.append(str(e) if one in str(e) else f"{one}: {e}")
-    if absent and all("cannot open shared object file" in reason for reason in reasons):
-        raise error(f"{absent}: {hint}")  # as usual: nobody looks for a library of the system's
+    if reasons == [f"{one}: {_NOT_FOUND}" for one in names] and "/" not in "".join(names):
+        raise error(f"{absent or f'{names[-1]} is not installed'}: {hint}")  # the usual reason
     raise error(f"{names[-1]} cannot be loaded ({'; '.join([*filter(None, [absent]), *reasons])}): {hint}")
 
 

@@ -21,7 +21,7 @@ def test_the_first_that_loads_is_taken_with_its_functions_declared() -> None:
 @pytest.mark.parametrize(
     ("name", "where", "reason"),
     [
-        ("libnot-here.so", {}, r"libnot-here\.so: cannot open shared object file"),
+        ("/lib/libnot-here.so", {}, r"libnot-here\.so: cannot open shared object file"),
         ("libm.so.6", {"functions": {"sinus": (ctypes.c_int,)}}, r"libm\.so\.6: undefined symbol: sinus"),
         (
             "libm.so.6",
@@ -38,7 +38,9 @@ def test_a_library_that_cannot_be_used_has_its_reason_and_a_remedy(
         library(name, HINT, **where)
 
 
-def test_a_package_that_is_not_installed_is_all_that_there_is_to_say() -> None:
+def test_what_is_not_installed_is_all_that_there_is_to_say() -> None:
+    with pytest.raises(MonaiGdsError, match=rf"^libnot-here\.so is not installed: {HINT}$"):
+        library(("libnot-here.so.0", "libnot-here.so"), HINT)
     with pytest.raises(MonaiGdsError, match=rf"^the package none\.at_all is not installed: {HINT}$"):
         library("libnot-here.so", HINT, package="none.at_all")
 
