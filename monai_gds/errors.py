@@ -19,6 +19,7 @@ __all__ = [
     "BackendUnavailable",
     "BlockMapError",
     "BrokenImage",
+    "BrokenItem",
     "CacheWarning",
     "CodecMissing",
     "DamagedRecord",
@@ -285,7 +286,7 @@ class BrokenItem(MonaiGdsError, RuntimeError):
     """A file of an item cannot be loaded, or more items cannot be made than ``on_error="skip"`` may replace.
 
     Example:
-        >>> from monai_gds.errors import BrokenItem
+        >>> from monai_gds import BrokenItem
         >>> str(BrokenItem("/data/case_3.nii.gz: LoadImaged cannot load it: EOFError: it ends early"))
         '/data/case_3.nii.gz: LoadImaged cannot load it: EOFError: it ends early'
     """
