@@ -1425,7 +1425,9 @@ def test_an_error_of_a_random_transform_names_the_item(make: Make, crops: bool) 
     for _ in range(2):  # computed, and read
         with pytest.raises(RuntimeError) as raised:
             list(GDSDataLoader(dataset))
-        assert raised.value.__notes__ == ["monai_gds: while computing item 0 of the dataset"]
+        cause, item = raised.value.__notes__
+        assert re.match("because of KeyError: .*`imag`", cause)
+        assert item == "monai_gds: while computing item 0 of the dataset"
 
 
 def test_a_function_among_the_transforms_is_named_as_the_user_does(make: Make) -> None:
