@@ -7,7 +7,6 @@ a helper process needs.
 """
 
 from importlib import import_module as _import_module
-from sys import modules as _modules
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -59,8 +58,7 @@ def __getattr__(name: str) -> _Any:
     elif name in _HOMES:
         value = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
     else:
-        # Given the module, Python appends a public name that is close to it.
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=_modules[__name__])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

@@ -71,9 +71,7 @@ def test_loaders_make_their_images() -> None:
     assert 90 < json.loads(output)["about"]["kB per image"] < 130
 
 
-def test_a_small_folder_is_timed_over_more_than_readers_read_ahead(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+def test_a_small_folder_is_timed_over_64_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     timed: list[int] = []
     monkeypatch.setattr(loaders, "_rate", lambda *given: float(timed.append(given[3]) or 1))
     run("loaders", "--datadir", str(folder), "--batchsize", "4", "--reader", "posix", "--no-decode", "--device", "cpu")
