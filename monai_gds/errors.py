@@ -345,7 +345,7 @@ class CacheWarning(UserWarning):
 
 
 #: Packages whose code lies between a user's line and a warning of ours.
-_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "threading", "torch", "typer"})
+_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer"})
 
 
 def warn(message: str, category: type[Warning] = CacheWarning) -> None:
