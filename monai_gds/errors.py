@@ -348,9 +348,9 @@ class CacheWarning(UserWarning):
 _BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer"})
 
 
-def warn(message: str, category: type[Warning] = CacheWarning) -> None:
-    """Warns at the line of the user's that led here. In a thread of ours, where there is none, it names none."""
+def warn(message: str) -> None:
+    """Gives a CacheWarning at the line of the user's that led here; at none in a thread of ours, where there is none."""
     frame, level = sys._getframe(1), 2
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, CacheWarning, stacklevel=level)
