@@ -349,7 +349,7 @@ _BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocess
 
 
 def warn(message: str) -> None:
-    """Gives a CacheWarning at the line of the user's that led here; at none in a thread of ours, where there is none."""
+    """Gives a CacheWarning at the line of the user's that led here; in a thread of ours there is none."""
     frame, level = sys._getframe(1), 2
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
