@@ -16,7 +16,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.dataset import words
 from monai_gds.dataset.item_keys import HashTransform
-from monai_gds.dataset.populate import made, populate
+from monai_gds.dataset.populate import check_room, fill, populate
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.dataset.session import Runtime, Session
 from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
@@ -145,7 +145,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
-        made(self, populate)
+        if strict:
+            check_room(self.session)
+        if populate:
+            fill(self)
         if type(self)._pre_transform is not GDSDataset._pre_transform:
             self._runtime.split = None  # the subclass may go on to set what it reads
 

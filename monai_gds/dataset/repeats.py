@@ -100,17 +100,13 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
 
     Does nothing in a process that has no rank, or without a cache. ``items`` is how many items the dataset has.
     """
-    rank, folder, file_mode = _rank(), settings.cache_dir, settings.file_mode
+    rank, folder = _rank(), settings.cache_dir
     if not rank or not pipeline.digest or folder is None:
         return
-    job, description = _job(), pipeline.describe()
-    what, index = digest_of([items, *steps_of(description)]), Index(folder, file_mode)
-    notes = Notes(folder, "ranks", file_mode)
-    notes.tidy(lambda files: [])  # none is needed any more
+    job, description, index = _job(), pipeline.describe(), Index(folder, settings.file_mode)
     index.describe_pipeline(pipeline.digest, description)
-    notes.append([json.dumps([job, rank, what, pipeline.digest]).encode()])
-    others = _others(notes, job, what)
-    mine = others.pop(rank, set())
+    notes = Notes(folder, "ranks", settings.file_mode)
+    mine, others = _told(notes, job, rank, digest_of([items, *steps_of(description)]), pipeline.digest)
     for other, theirs in others.items():
         different = theirs - mine
         if different and pipeline.digest not in theirs and Notice("ranks differ", os.fspath(folder), job).is_new():
@@ -132,10 +128,8 @@ def compare_seeds(settings: Settings, states: Any) -> None:
     if not rank or folder is None:
         return
     job, drawn_from = _job(), digest_of(repr(states))
-    notes = Notes(folder, "ranks", settings.file_mode)
-    notes.append([json.dumps([job, rank, _SEEDS, drawn_from]).encode()])
-    others = _others(notes, job, _SEEDS)
-    same = [other for other, theirs in others.items() if other != rank and drawn_from in theirs]
+    _, others = _told(Notes(folder, "ranks", settings.file_mode), job, rank, _SEEDS, drawn_from)
+    same = [other for other, theirs in others.items() if drawn_from in theirs]
     if same and Notice("equal seeds", os.fspath(folder), job).is_new():
         warn(
             f"ranks {same[0]} and {rank} of this job have the same seed, so their random transforms draw the same "
@@ -156,14 +150,16 @@ def _job() -> str:
     return digest_of(told or [socket.gethostname(), os.getppid()])
 
 
-def _others(notes: Notes, job: str, what: str) -> dict[str, set[str]]:
-    """The pipelines that stand for the same that the ranks of a job have, by rank."""
+def _told(notes: Notes, job: str, rank: str, what: str, mine: str) -> tuple[set[str], dict[str, set[str]]]:
+    """Notes what this rank has for something, and returns all that it had and what the others have, by rank."""
+    notes.tidy(lambda files: [])  # none is needed any more
+    notes.append([json.dumps([job, rank, what, mine]).encode()])
     running, found = notes.running(), dict[str, set[str]]()
     for name, texts in notes.added().items():
         for text in texts if name in running else ():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 entry: list[Any] = json.loads(text)
-                its_job, rank, its_what, pipeline = map(str, entry)
-                if (its_job, its_what) == (job, what) and rank.isdigit():
-                    found.setdefault(rank, set()).add(pipeline)
-    return found
+                its_job, its_rank, its_what, theirs = map(str, entry)
+                if (its_job, its_what) == (job, what) and its_rank.isdigit():
+                    found.setdefault(its_rank, set()).add(theirs)
+    return found.pop(rank, set()), found

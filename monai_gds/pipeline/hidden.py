@@ -18,7 +18,6 @@ the same time, and they just go on. Pipelines that write files are left alone. U
 from __future__ import annotations
 
 import dis
-import random
 import re
 import threading
 import time
@@ -37,11 +36,11 @@ from monai_gds.errors import warn
 from monai_gds.keys.hashing import HashedTransforms, hash_item
 from monai_gds.keys.of_libraries import writes_files
 from monai_gds.pipeline.parts import name_of, parts
-from monai_gds.pipeline.randomness import is_generator, seed_everything, state_of, states_kept
+from monai_gds.pipeline.randomness import GLOBAL, is_generator, seed_everything, state_of, states_kept, states_of
 from monai_gds.pipeline.split import Split
 
 #: The generators of the whole process. Those of CUDA are not looked at: training moves them all the time.
-_GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_GLOBAL = tuple(slot.get() for slot in GLOBAL.values())
 
 #: Names of functions that draw, or that give the time or an address.
 _DRAWS = re.compile(
@@ -90,9 +89,8 @@ class Hidden:
         if self._searches > 0:
             self._searches -= 1
             held = (part for transform in self._split.deterministic for part in parts(transform))
-            found = {id(part): part for part in (*_GLOBAL, *self._hashed.generators, *held) if is_generator(part)}
-            self._generators = list(found.values())
-        return [(generator, state_of(generator)) for generator in self._generators]
+            self._generators = [part for part in (*_GLOBAL, *self._hashed.generators, *held) if is_generator(part)]
+        return states_of(self._generators)
 
     def look(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
         """Warns if what was just computed has a hint of randomness, and comes out otherwise once more.
