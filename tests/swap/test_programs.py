@@ -52,7 +52,7 @@ def test_a_program_gives_the_same_cold_and_warm(
 
 
 def test_the_table_is_that_of_these_programs(tmp_path: Path) -> None:
-    page = tmp_path / "unchanged.md"
+    page = tmp_path / "moving.md"
     page.write_text(PAGE.read_text())
     write(page)
     assert page.read_text() == PAGE.read_text(), "python -m tests.swap.programs writes it again"

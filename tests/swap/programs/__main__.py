@@ -1,4 +1,4 @@
-"""``python -m tests.swap.programs`` writes the table of programs into ``docs/explanation/unchanged.md`` again.
+"""``python -m tests.swap.programs`` writes the table of programs into ``docs/howto/moving.md`` again.
 
 With ``--measure`` it measures their times first, which takes minutes on a quiet machine.
 """
