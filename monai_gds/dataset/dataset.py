@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -126,7 +127,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         options: CacheOptions | Mapping[str, Any] = DEFAULTS, **others: Any,
     ) -> None:  # fmt: skip
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
-        refuse(others)
+        refuse(others, signature(GDSDataset).parameters)
         check_data(data, hash_func, hash_transform)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         PersistentDataset.__init__(  # not super(): a stand-in for another dataset of MONAI's derives from that, too

@@ -22,7 +22,7 @@ from monai_gds.base.notices import Notice
 from monai_gds.dataset.broken import unreadable
 from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.repeats import Repeats
-from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
+from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType, warn
 from monai_gds.folder.budget import OverBudget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.explain import Nearest, nearest
@@ -70,13 +70,13 @@ class Misses:
         worker = torch.utils.data.get_worker_info()
         if self._why and self._count * (1 if worker is None else worker.num_workers) >= items:
             if Notice("missed", self.of).is_new():
-                warn_of_misses(cache.path, self._why, stacklevel=7)
+                warn(_misses(cache.path, self._why))
             self._why = []
 
     def warn_once(self, kind: type[Exception], message: str) -> None:
         """Warns that an item is not cached, once for each kind of reason, in whatever process of this run."""
         if Notice("not cached", self.of, kind.__name__).is_new():
-            warnings.warn(message, CacheWarning, stacklevel=6)
+            warn(message)
 
 
 def warn_of_misses(cache_dir: str, why: Sequence[str], stacklevel: int) -> None:
@@ -85,12 +85,14 @@ def warn_of_misses(cache_dir: str, why: Sequence[str], stacklevel: int) -> None:
     ``stacklevel`` is that of :func:`warnings.warn`, called here.
     """
     if why:
-        warnings.warn(
-            f"every item was computed again, though {cache_dir} holds records of a similar pipeline. What "
-            f"differs: {'; '.join(why)}. See dataset.explain(index)",
-            CacheWarning,
-            stacklevel=stacklevel,
-        )
+        warnings.warn(_misses(cache_dir, why), CacheWarning, stacklevel=stacklevel)
+
+
+def _misses(cache_dir: str, why: Sequence[str]) -> str:
+    return (
+        f"every item was computed again, though {cache_dir} holds records of a similar pipeline. What differs: "
+        f"{'; '.join(why)}. See dataset.explain(index)"
+    )
 
 
 def why_missed(cache: CacheDirectory, key: Key) -> list[str]:

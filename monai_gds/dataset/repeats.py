@@ -22,7 +22,6 @@ import json
 import operator
 import os
 import socket
-import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from monai_gds import limits
 from monai_gds.base.names import digest_of
 from monai_gds.base.notices import Notice
 from monai_gds.dataset.settings import Settings
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import warn
 from monai_gds.folder.explain import pipeline_differences, source_differences, steps_of
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key, Pipeline
@@ -88,13 +87,11 @@ def _warn(index: int, before: Key, now: Key) -> None:
         found += pipeline_differences(old.digest, new.digest, old.describe(), new.describe())
     if not found:
         found = ["the item itself, as the data hold it"]
-    warnings.warn(
+    warn(
         f"item {index} gets its third record in this process, so no epoch finds the last one. What differs: "
         f"{'; '.join(found[:NAMED])}. What the run itself writes or sets, such as a log, a checkpoint or its name, "
         "should not count: leave it out of the item, or out of the key by the transform's __cache_key__ or a function "
         "for sources=; version= is for what should count now and then",
-        CacheWarning,
-        stacklevel=8,
     )
 
 
@@ -115,12 +112,10 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
         if different and pipeline.digest not in theirs and Notice("ranks differ", os.fspath(folder), job).is_new():
             before = min(different)
             found = pipeline_differences(before, pipeline.digest, index.pipeline(before), description)
-            warnings.warn(
+            warn(
                 f"ranks {other} and {rank} of this job have different keys for the same transforms, so each computes "
                 f"every item for itself. What differs: {'; '.join(found[:NAMED])}. Leave what belongs to one rank or "
                 "run out of the transforms and the functions in them, or out of the key by __cache_key__",
-                CacheWarning,
-                stacklevel=6,
             )
 
 
@@ -136,12 +131,10 @@ def compare_seeds(settings: Settings, states: Any) -> None:
     _, others = _told(Notes(folder, "ranks", settings.file_mode), job, rank, _SEEDS, drawn_from)
     same = [other for other, theirs in others.items() if drawn_from in theirs]
     if same and Notice("equal seeds", os.fspath(folder), job).is_new():
-        warnings.warn(
+        warn(
             f"ranks {same[0]} and {rank} of this job have the same seed, so their random transforms draw the same "
             "numbers: seed each rank otherwise, such as with set_determinism(seed + rank), or give the loader "
             "num_workers, which draw by rank",
-            CacheWarning,
-            stacklevel=2,
         )
 
 
