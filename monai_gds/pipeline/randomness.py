@@ -242,7 +242,8 @@ class States:
     def __init__(self, transforms: Iterable[Callable[..., Any]]) -> None:
         found = {id(p): p for transform in transforms for p in parts(transform) if is_a(type(p), TRANSFORMS)}
         self._owners = [(owner, dict(vars(owner))) for owner in found.values()]
-        self._held = states_of(owner.R for owner in found.values() if getattr(owner, "R", None) is not None)
+        named = (getattr(owner, "R", None) for owner in found.values())  # a user's may be a rotation, say
+        self._held = states_of(filter(is_generator, named))
 
     def put_back(self, since: States | None = None) -> None:
         """Gives the transforms these attributes, with their generators in these states.

@@ -268,6 +268,23 @@ def test_an_attribute_reaches_the_loop_that_begins_next(beside: GDSDataset) -> N
     assert beside[1]["new"]
 
 
+class Rotated(mt.Transform):  # type: ignore[misc]
+    """Has what MONAI's own have under this name: a generator."""
+
+    def __init__(self) -> None:
+        self.R = torch.eye(3)
+
+    def __call__(self, data: Any) -> Any:
+        return data
+
+
+def test_a_rotation_that_a_user_calls_r(tmp_path: Path) -> None:
+    transform = mt.Compose([*steps().transforms, Rotated()]).set_random_state(3)
+    mine = GDSDataset(items(), transform, tmp_path, "cpu")
+    loader = GDSDataLoader(mine, batch_size=2, collate_fn=list)
+    assert [len(drawn(a + b)) for a, b in zip(loader, loader, strict=True)] == [4, 4, 4]
+
+
 def test_transforms_that_are_assigned_reach_the_loop_that_begins_next(beside: GDSDataset) -> None:
     beside.transform = steps()
     assert drawn([beside[1]]) == alone(1)
