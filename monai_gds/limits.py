@@ -43,9 +43,6 @@ PACK_GAP_BYTES = 64 << 10
 #: Reads of fewer bytes are left to the kernel's own read-ahead. Larger pieces are announced to the kernel as a whole.
 KERNEL_READ_AHEAD_BYTES = 512 << 10
 
-#: Of the buffers that are written back to back, those of at least this many bytes have a call of their own.
-WRITTEN_ALONE_BYTES = 1 << 20
-
 #: Smaller ranges are read instead of mapped: a mapping costs two system calls and a fault per page.
 MAP_BYTES = 64 << 10
 
