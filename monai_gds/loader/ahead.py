@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
@@ -14,19 +13,16 @@ from typing import Any, TypeVar
 
 from monai_gds import limits
 from monai_gds.base import stages
-from monai_gds.base.stages import Watch
 from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
 from monai_gds.errors import CacheWarning, WorkerDied
-from monai_gds.loader.crew import Crew, Drawn, Running
-from monai_gds.loader.hand_over import NO_BATCH
-from monai_gds.loader.worker import ItemTask
+from monai_gds.loader.crew.crew import Running
+from monai_gds.loader.crew.drawn import NO_BATCH, Drawn
+from monai_gds.loader.crew.programs import LoopLeft, Programs
 from monai_gds.pipeline.settings import OfThread
-from monai_gds.pipeline.split import Split
 from monai_gds.pipeline.words import naming
-from monai_gds.programs.trust import Trust
 
 T = TypeVar("T")
 
@@ -35,125 +31,6 @@ _SOME = 2
 
 #: Seconds before each new try where a device has no memory left: reads that were given up fill theirs to the end.
 _PAUSES = (0.0, 0.1, 1.0)
-
-
-class Programs:
-    """Where the items of one epoch get their programs: worker processes draw and record them.
-
-    Args:
-        crew: the processes, which have begun this epoch.
-        loops: the datasets, in the order of the crew's work, with their pipelines. Their random halves are this loop's
-            own.
-        trusts: what is known of the programs of each.
-        watch: adds up what workers measure.
-        idle: where the processes are left for the next epoch.
-        foresee: returns the batches of the next epoch, as far as that can be told.
-    """
-
-    def __init__(
-        self, crew: Crew, loops: Mapping[GDSDataset, Split], trusts: Sequence[Trust], watch: Watch | None,
-        idle: list[Crew], foresee: Callable[[], Iterable[Drawn]],
-    ) -> None:  # fmt: skip
-        self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
-        self._foresee, self._news = foresee, crew.news
-        self._parts = list(loops)
-        self._next: list[tuple[tuple[GDSDataset, int, Seed], Running]] = []  # the first items of the next epoch
-        #: How many items are drawn ahead of those that are read.
-        self.window = 2 * crew.order.num_workers
-
-    def order(self, dataset: GDSDataset, index: int, seed: Seed) -> Running:
-        """Has a worker draw an item, and compute and save it if it is not cached."""
-        return self._crew.take(self._task(dataset, index, seed))
-
-    def go_on(self) -> None:
-        """Has workers begin with the next epoch, since all of this one is ordered."""
-        items: list[tuple[GDSDataset, int, Seed]] = []
-        with suppress(Exception):  # of the user's sampler: it comes again with that epoch
-            for batch in self._foresee():
-                items += [(*place, seed) for place, seed in zip(batch.places, batch.seeds, strict=True)]
-                if len(items) >= self.window:
-                    break
-        running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
-        self._next = list(zip(items, running, strict=False))
-
-    def make_next(self, most: int, around: OfThread) -> None:
-        """Makes up to ``most`` items of the next epoch, as far as they are drawn, while the training is busy with the
-        last batches of this one. Its first steps would wait for them, and compete with this thread for Python's lock.
-
-        Not in an epoch that is measured, which would have them in its figures, nor where the order of this one was not
-        foreseen.
-        """
-        made = []
-        wanted = self._watch is None and self._crew.foresees
-        with suppress(Exception):  # it comes again with that epoch
-            for item, running in self._next[:most] if wanted else []:
-                if not running.has_program:
-                    break
-                made.append((running, self.begin(*item, running)))
-            for running, begun in made:  # all are being read
-                begun.arrive()  # without these settings, as in an epoch: gradients cannot use what inference mode reads
-                with around.applied():
-                    if begun.replayed():
-                        running.begun = begun
-
-    def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
-        part = self._parts.index(dataset)
-        trust = self._trusts[part]
-        measured = self._watch is not None
-        address = None if trust.rounds else self._crew.address
-        return ItemTask(part, index, seed, trust.most, dict(trust.guesses), address, measured)
-
-    def begin(self, dataset: GDSDataset, index: int, seed: Seed, running: Running) -> Programmed:
-        """Begins to read what an item needs, once a worker has drawn it.
-
-        Raises:
-            LoopLeft: the loop was left meanwhile.
-            Exception: what the worker raised.
-        """
-        session, split = dataset.session, self._loops[dataset]
-        trust = self._trusts[self._parts.index(dataset)]
-        begun, running.begun = running.begun, None
-        if begun is not None and begun.holds(trust):
-            return begun
-        answer = self._crew.result(running, self._watch)
-        if answer is None:
-            raise LoopLeft
-        if running.foreseen and answer.digest not in ("", session.key(index).digest):
-            self._crew.again(running)  # a source was edited between the epochs
-            answer = self._crew.result(running, self._watch)
-            if answer is None:
-                raise LoopLeft
-        answer.saved.note()
-        trust.note(answer.program, answer.refused)
-        stages.count("rounded", answer.rounded)
-        if answer.refused is not None:  # and not one that is not tried again
-            session.runtime.on_values.setdefault(answer.refused.name, answer.refused.why)
-        for step in answer.drew_globally:
-            session.runtime.global_draws.note(split, step)
-        return Programmed(session, split, index, answer, seed, trust)
-
-    def warm(self) -> None:
-        """Loads what the first items will need, while workers draw them."""
-        if not self._crew.is_warm:
-            self._crew.is_warm = True
-            for part in self._parts:
-                if (cache := part.session.cache()) is not None:
-                    cache.warm()
-
-    def close(self) -> None:
-        """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
-        self._news.put(None)
-
-    def end(self, complete: bool) -> None:
-        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
-        if complete:
-            self._idle.append(self._crew)
-        else:
-            self._crew.close()
-
-
-class LoopLeft(Exception):
-    """The loop was left while its thread waited for a worker. Nobody sees it."""
 
 
 class _Upcoming:

@@ -33,8 +33,6 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     )
 }
 
-_NUMPY_DTYPES = {kind: dtype for dtype, kind in _TORCH_DTYPES.items()}
-
 #: NumPy's names of the dtypes that torch gives to columns of numbers. (It cannot collate uint64.)
 _NUMBERS: dict[type, np.dtype[Any]] = {
     bool: np.dtype(np.bool_),
@@ -141,21 +139,15 @@ class _Collation:
         return None if joined is None else list(map(torch.from_numpy, joined.reshape(len(columns), -1, *shape)))
 
     def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """A batch of one without a copy, of small tensors, or of large ones on the CPU. None for other tensors."""
+        """A batch of one without a copy, or of large tensors on the CPU. None for other tensors."""
         if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
             return values[0].unsqueeze(0)
         first = values[0]
-        if first.is_cuda or first.dtype not in _NUMPY_DTYPES:
-            return None
         nbytes = first.nbytes * len(values)
-        small = type(first) is torch.Tensor and 0 < first.nbytes <= _SMALL_ARRAY
-        if not small and (nbytes < limits.POOLED_BATCH_BYTES or get_worker_info() is not None):
+        if first.is_cuda or nbytes < limits.POOLED_BATCH_BYTES or get_worker_info() is not None:
             return None
-        if not _plain_and_alike(values):
+        if first.dtype not in _TORCH_DTYPES.values() or not _plain_and_alike(values):
             return None
-        if small:  # affine matrices, say. NumPy joins them: torch would release the interpreter's lock at each step
-            joined = _joined([t.numpy() for t in values], _NUMPY_DTYPES[first.dtype])
-            return None if joined is None else torch.from_numpy(joined.reshape(len(values), *first.shape))
         # Volumes, stacked on huge pages: 8 ms for two of 51 MB instead of 25. Or crops, in memory that is warm.
         out = pooled_empty(nbytes).view(first.dtype).view(len(values), *first.shape)
         return torch.stack(list(values), out=out)

@@ -18,9 +18,9 @@
     └───────────────────────────┘
 
 A record is in flight from the beginning of its read until the consumer takes its batch. epoch.py runs these stages.
-With ``num_workers``, crew.py has processes do what can be done before the target is needed (worker.py): they draw and
-record items for a CUDA target (dataset/programmed.py), or make whole batches on values (on_values.py,
-shared_memory.py). Not needed to follow a batch: stats.py (where the time goes) and arguments.py (those of other
+With ``num_workers``, processes do what can be done before the target is needed (crew/crew.py, and what they run,
+crew/worker.py): they draw and record items for a CUDA target (crew/programs.py), or make whole batches on values
+(crew/on_values.py). Not needed to follow a batch: stats.py (where the time goes) and arguments.py (those of other
 loaders).
 """
 
@@ -46,13 +46,15 @@ from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader.arguments import at_least_one, drop_idle, one_of
 from monai_gds.loader.collate import collate
-from monai_gds.loader.crew import Crew, Order
-from monai_gds.loader.epoch import Epoch, Loops, end_all, gds_datasets
+from monai_gds.loader.crew.crew import Crew, Order
+from monai_gds.loader.crew.worker import Work
+from monai_gds.loader.epoch import Epoch, Loops, end_all
 from monai_gds.loader.hand_over import cuda_tensors
+from monai_gds.loader.later import Later
 from monai_gds.loader.next_epoch import Foresight
-from monai_gds.loader.resume import Later, Loaded, Place, begin_or_go_on, own
+from monai_gds.loader.resume import Loaded, Place, begin_or_go_on, own
 from monai_gds.loader.stats import MeasuredEpoch, Stats
-from monai_gds.loader.worker import Work
+from monai_gds.loader.subsets import gds_datasets
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split

@@ -9,7 +9,6 @@ import atexit
 import threading
 import warnings
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -17,21 +16,22 @@ from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from monai_gds.base.process import Owner, undisturbed
 from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.dataset.broken import Skipping
-from monai_gds.dataset.dataset import GDSDataset, changes_items
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.repeats import compare_seeds
 from monai_gds.errors import BrokenItem
-from monai_gds.loader.ahead import Programs, ReadAhead
+from monai_gds.loader.ahead import ReadAhead
 from monai_gds.loader.collate import collate
-from monai_gds.loader.crew import Drawn, numbered, with_seed
-from monai_gds.loader.hand_over import NO_BATCH, HandOver
-from monai_gds.loader.on_values import WorkerBatches, work_on_values
+from monai_gds.loader.crew.drawn import NO_BATCH, Drawn, numbered, with_seed
+from monai_gds.loader.crew.on_values import WorkerBatches, work_on_values
+from monai_gds.loader.crew.programs import Programs
+from monai_gds.loader.crew.worker import Work
+from monai_gds.loader.hand_over import HandOver
 from monai_gds.loader.resume import Made, Place, begin_or_go_on, division
-from monai_gds.loader.worker import Work
+from monai_gds.loader.subsets import find_item, gds_datasets
 from monai_gds.pipeline.loops import Loop
 from monai_gds.pipeline.openmp import heed_load
 from monai_gds.pipeline.settings import OfThread
@@ -42,41 +42,6 @@ Loader: TypeAlias = Any
 #: Seconds that leaving a loop waits for its thread, so that the next loop finds random transforms at rest. Bounded,
 #: because the garbage collector may leave a loop in a thread that holds a lock the loader's thread waits for.
 _LEAVE_SECONDS = 60.0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Subsets and concatenations
-
-
-def gds_datasets(dataset: Dataset[Any]) -> list[GDSDataset]:
-    """The GDSDatasets that a dataset consists of, each once; empty if it contains anything else."""
-    if isinstance(dataset, GDSDataset):
-        return [] if changes_items(type(dataset)) else [dataset]
-    if type(dataset) is Subset:
-        return gds_datasets(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        found = [gds_datasets(part) for part in dataset.datasets]
-        return list(dict.fromkeys(chain.from_iterable(found))) if all(found) else []
-    return []
-
-
-def find_item(dataset: Any, index: int) -> tuple[GDSDataset, int]:
-    """The GDSDataset that an item of a dataset belongs to, and its index there; IndexError if there is no such item."""
-    while not isinstance(dataset, GDSDataset):
-        if type(dataset) is Subset:
-            dataset, index = dataset.dataset, dataset.indices[index]
-            continue
-        ends = dataset.cumulative_sizes
-        if not -ends[-1] <= index < ends[-1]:
-            raise IndexError(f"there is no item {index} in a ConcatDataset of {ends[-1]}")
-        index %= ends[-1]
-        part = bisect_right(ends, index)
-        dataset, index = dataset.datasets[part], index - (ends[part - 1] if part else 0)
-    return dataset, index
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# An epoch
 
 
 #: An epoch's loops over its datasets: until their end, nobody else draws from the same random transforms.

@@ -19,10 +19,6 @@ from monai_gds.base.process import Bell, PerProcess
 _loader_stream: PerProcess[torch.device, torch.cuda.Stream] = PerProcess(torch.cuda.Stream)
 
 
-#: In place of a batch, after the last one. A ``collate_fn`` may return None.
-NO_BATCH = object()
-
-
 class _Parcel(NamedTuple):
     """A batch between the two threads."""
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from ctypes import string_at
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,7 +46,7 @@ class View(NamedTuple):
 
     def box(self, shape: Sequence[int]) -> Box:
         """The voxels around all that it touches, over the last three axes of a tensor of this shape."""
-        steps = torch.empty(tuple(shape), device="meta").stride()
+        steps = [*accumulate(reversed(shape[1:]), mul, initial=1)][::-1]  # of the contiguous tensor
         axes = [axis for axis, n in enumerate(shape) if n > 1]
         start, offset = [0] * len(shape), self.offset
         for axis in axes:
@@ -199,7 +202,7 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, number: Callable[[Tensor], int | None]) -> None:
         super().__init__(file, protocol=5)
         self._number = number
-        self._memory: dict[int, bytearray] = {}
+        self._memory: dict[int, tuple[torch.UntypedStorage, bytearray]] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray:  # by protocol 5 it would keep a memoryview, which the collector looks through
@@ -211,12 +214,17 @@ class _Packer(pickle.Pickler):
         if number is not None:
             return _hole, (number, type(value), attributes)
         with torch._C.DisableTorchFunction():
+            kind, value = type(value), value.resolve_conj().resolve_neg()
             storage = value.untyped_storage()
-            memory = self._memory.get(storage._cdata)
-            if memory is None:  # pickled once, so that tensors share it afterwards
-                memory = self._memory[storage._cdata] = bytearray(string_at(storage.data_ptr(), storage.nbytes()))
+            if storage._cdata not in self._memory:  # pickled once, so that tensors share it afterwards
+                read = bytearray(string_at(storage.data_ptr(), storage.nbytes()))
+                self._memory[storage._cdata] = storage, read  # which must live on, or another may have its address
+            memory = self._memory[storage._cdata][1]
             form = value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
-        return _real, (memory, form, type(value), attributes)
+            if kind is Tensor and len(memory) == value.nbytes > 0 and value.is_contiguous():
+                with suppress(TypeError, RuntimeError):  # NumPy has no bfloat16, say
+                    return _array, (memory, value.numpy().dtype.str, tuple(value.shape))
+        return _real, (memory, form, kind, attributes)
 
 
 class _Unpacker(pickle.Unpickler):
@@ -242,11 +250,17 @@ def _real(memory: bytearray, form: tuple[Any, ...], kind: type, attributes: dict
     return _as(flat.as_strided(size, stride, offset), kind, attributes)
 
 
+def _array(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """As :func:`_real`. NumPy makes views without giving Python's lock back, where torch does so several times."""
+    return torch.from_numpy(np.frombuffer(memory, dtype).reshape(shape))
+
+
 def _as(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
-    made: Tensor = tensor.as_subclass(kind)  # an object of its own, over the same memory
+    """A tensor as one of another class, which it becomes itself: to make and to free another takes Python's lock."""
+    tensor.__class__ = kind
     if attributes is not None:
-        made.__dict__ = attributes
-    return made
+        tensor.__dict__ = attributes
+    return tensor
 
 
 def pack(item: Any, number: Callable[[Tensor], int | None]) -> bytes:
@@ -292,7 +306,12 @@ def hold(item: Any, number: Callable[[Tensor], int | None]) -> Held:
 
 
 def unpack(item: bytes | Held, tensors: Sequence[Tensor]) -> Any:
-    """The item of :func:`pack` or :func:`hold`, with these tensors. They get the classes and attributes of theirs."""
+    """The item of :func:`pack` or :func:`hold`, with these tensors, which get the classes and attributes of theirs."""
+    met: set[int] = set()
+    for i, tensor in enumerate(tensors := list(tensors)):
+        if id(tensor) in met:  # two tensors of the item are over the same memory
+            tensors[i] = tensor.as_subclass(Tensor)
+        met.add(id(tensor))
     if isinstance(item, bytes):
         unpacker = _Unpacker(io.BytesIO(item), tensors)
         try:

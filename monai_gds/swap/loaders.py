@@ -10,7 +10,7 @@ from typing import Any, Literal
 from monai.data import ThreadDataLoader
 
 from monai_gds.loader import GDSDataLoader
-from monai_gds.loader.epoch import gds_datasets
+from monai_gds.loader.subsets import gds_datasets
 
 
 def _around(kind: type, loader: Any, of_threads: bool) -> Literal["iter", "first batch", "thread"]:

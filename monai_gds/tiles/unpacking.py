@@ -104,12 +104,13 @@ class _Region(NamedTuple):
 
 def _regions(boxes: Sequence[Box], arrangement: Arrangement, memory: torch.Tensor) -> list[_Region]:
     volume = math.prod(last_three(arrangement.shape))
-    patterns = memory.view(PATTERNS[memory.element_size()])
+    patterns = memory.view(PATTERNS[memory.element_size()]).numpy()
+    strides = [stride * patterns.itemsize for stride in (volume, *arrangement.strides)]
     regions = []
     for box in boxes:
         size = (math.prod(arrangement.shape) // volume, *(axis.stop - axis.start for axis in box))
-        begin = memory.storage_offset() + arrangement.place_of(box)
-        regions.append(_Region(box, patterns.as_strided(size, (volume, *arrangement.strides), begin).numpy()))
+        begin = arrangement.place_of(box) * patterns.itemsize
+        regions.append(_Region(box, np.ndarray(size, patterns.dtype, patterns.data, begin, strides)))
     return regions
 
 

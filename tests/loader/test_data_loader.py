@@ -32,7 +32,7 @@ from monai_gds.dataset.session import Begun, Session
 from monai_gds.folder.writer import process_writer
 from monai_gds.loader import ahead as read_ahead
 from monai_gds.loader import epoch as pass_over
-from monai_gds.loader import hand_over, resume
+from monai_gds.loader import hand_over, later, resume
 from monai_gds.loader.hand_over import HandOver
 from tests.fixtures_nifti import KEYS, preprocessing, write_volumes
 from tests.fresh import Interpreter, printed_by
@@ -919,7 +919,7 @@ def test_a_loop_that_ctrl_c_ended_is_over_though_a_notebook_keeps_the_traceback(
 
 
 def test_ctrl_c_at_any_place_of_a_loop_leaves_the_next_one_whole(make: Make) -> None:
-    files = [module.__file__ for module in (pass_over, hand_over, read_ahead, resume)]
+    files = [module.__file__ for module in (pass_over, hand_over, read_ahead, resume, later)]
     loader = GDSDataLoader(make(data=[{"x": torch.tensor(i)} for i in range(6)], transform=mt.Identity()), batch_size=2)
     places = itertools.count(1, 5)
 

@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 
 from monai_gds import GDSDataLoader, GDSDataset, rank_states
 from tests.fresh import Interpreter
-from tests.loader.test_programs import KEYS, Volume, crops
+from tests.loader.crew.test_programs import KEYS, Volume, crops
 from tests.loader.test_resume import seen_by_lightning
 
 RANKS = 2

@@ -16,7 +16,7 @@ from monai.data import MetaTensor
 from monai.utils import set_determinism
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset
-from monai_gds.loader import shared_memory
+from monai_gds.loader.crew import shared_memory
 from monai_gds.storage.staging import pin
 from tests.loader.test_gpu import assert_waits_for_no_training
 from tests.same import assert_same

@@ -29,12 +29,14 @@ from monai.utils import set_determinism
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.dataset import programmed
-from monai_gds.loader import ahead, crew, data_loader, hand_over, next_epoch, on_values, resume, worker
-from monai_gds.loader.crew import Crew
+from monai_gds.loader import ahead, data_loader, hand_over, later, next_epoch, resume
+from monai_gds.loader.crew import crew, on_values, worker
+from monai_gds.loader.crew import programs as programs_of
+from monai_gds.loader.crew.crew import Crew
 from monai_gds.programs import recorder
 from tests.fresh import Interpreter, printed_by
 from tests.interrupts import interrupted
-from tests.loader.test_programs import KEYS, Volume
+from tests.loader.crew.test_programs import KEYS, Volume
 from tests.same import assert_same
 
 COUNT = 3
@@ -160,7 +162,8 @@ def test_a_second_kill_is_an_error_that_names_worker_and_item(
 @pytest.mark.parametrize("programs", PROGRAMS)
 @pytest.mark.parametrize("stride", [61, pytest.param(3, marks=pytest.mark.long)])
 def test_ctrl_c_at_any_place_of_an_epoch(tmp_path: Path, programs: str, stride: int) -> None:
-    files = [module.__file__ for module in (data_loader, hand_over, ahead, resume, crew, next_epoch, on_values)]
+    modules = (data_loader, hand_over, ahead, resume, later, crew, next_epoch, on_values, programs_of)
+    files = [module.__file__ for module in modules]
     dataset = make(tmp_path)
     expected = list(load(dataset, programs))
     loader = load(dataset, programs)
@@ -303,15 +306,15 @@ class Read(mt.Transform):
 
 def made_ahead(loader: GDSDataLoader, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The batches of an epoch, at the end of which the workers have recorded what is foreseen."""
-    make = ahead.Programs.make_next
+    make = programs_of.Programs.make_next
 
-    def waiting(self: ahead.Programs, *given: Any) -> None:
+    def waiting(self: programs_of.Programs, *given: Any) -> None:
         for _, running in self._next:
             running.answer.result(20)
         make(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ahead.Programs, "make_next", waiting)
+        patch.setattr(programs_of.Programs, "make_next", waiting)
         return list(loader)
 
 
@@ -422,7 +425,7 @@ def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monk
 EPOCHS = """
 import gc, os, sys, threading
 from pathlib import Path
-import tests.loader.test_crew as t
+import tests.loader.crew.test_crew as t
 loader = t.load(t.make(Path(sys.argv[1])), programs=sys.argv[3])
 for n in range(10):
     for k in range(int(sys.argv[2])):

@@ -24,10 +24,10 @@ from monai_gds.base.stages import Watch, enter
 from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import WorkerDied
-from monai_gds.loader.crew import Crew, Drawn, Running
-from monai_gds.loader.hand_over import NO_BATCH
-from monai_gds.loader.shared_memory import Arena, Packed, unpack
-from monai_gds.loader.worker import BatchTask, Broken, Work
+from monai_gds.loader.crew.crew import Crew, Running
+from monai_gds.loader.crew.drawn import NO_BATCH, Drawn
+from monai_gds.loader.crew.shared_memory import Arena, Packed, unpack
+from monai_gds.loader.crew.worker import BatchTask, Broken, Work
 from monai_gds.pipeline.randomness import seed_transforms
 from monai_gds.pipeline.settings import OfThread
 from monai_gds.pipeline.split import Split

@@ -23,7 +23,7 @@ from monai_gds.base.stages import Measurements, Watch, enter, measured
 from monai_gds.dataset.broken import is_of_memory
 from monai_gds.dataset.programmed import Answer, Seed, draw
 from monai_gds.dataset.session import Session
-from monai_gds.loader.shared_memory import Mapped, Packed, Place, pack
+from monai_gds.loader.crew.shared_memory import Mapped, Packed, Place, pack
 from monai_gds.pipeline.randomness import seed_everything
 from monai_gds.pipeline.settings import State, apply
 from monai_gds.pipeline.words import in_words, naming

@@ -21,7 +21,7 @@ from monai.utils import set_determinism
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.dataset import programmed
-from monai_gds.loader.crew import Crew
+from monai_gds.loader.crew.crew import Crew
 from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.recorder import Recorded
@@ -471,7 +471,7 @@ def test_a_state_of_a_loader_without_workers_is_not_taken_silently(make: Make) -
 
 
 def test_a_pipeline_that_cannot_be_pickled_is_forked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monai_gds.loader.crew.find_spec", lambda name: None)
+    monkeypatch.setattr("monai_gds.loader.crew.sending.find_spec", lambda name: None)
     lock = threading.Lock()
     dataset = make(mt.RandFlipd("image", prob=0.5), mt.RandLambdad("image", func=lambda x: x if lock else x + 1))
     assert_same(epochs(dataset, 2), epochs(dataset, 1))
@@ -625,7 +625,7 @@ def crew_of_loop(loop: Any) -> Crew:
 
 EPOCHS = """
 import gc, sys
-import tests.loader.test_programs as t
+import tests.loader.crew.test_programs as t
 from monai_gds import GDSDataset
 dataset = GDSDataset(list(range(t.COUNT)), t.mt.Compose([t.Volume(), *t.crops()]), sys.argv[1], "cpu")
 loader = t.load(dataset, 2, shuffle=True)

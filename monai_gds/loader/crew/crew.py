@@ -8,21 +8,13 @@ its seed alone. If that happens again in the same epoch, the error is raised.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from monai_gds.base.questions import Answers
 from monai_gds.base.stages import Measurements, Watch, enter
@@ -30,9 +22,9 @@ from monai_gds.base.workers import Workers
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.errors import WorkerDied
-from monai_gds.loader.shared_memory import Arena, Arenas
-from monai_gds.loader.worker import BatchTask, Guess, ItemTask, Work, Worker
-from monai_gds.pipeline.randomness import is_generator
+from monai_gds.loader.crew.sending import mark_of, pickled_work
+from monai_gds.loader.crew.shared_memory import Arena, Arenas
+from monai_gds.loader.crew.worker import BatchTask, Guess, ItemTask, Work, Worker
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.replay import answered
 
@@ -48,41 +40,6 @@ class Order(NamedTuple):
     ahead: int  # how many batches may be under way
     waiting: int  # how many finished ones may wait for the consumer
     most_bytes: int  # of shared memory
-
-
-class Drawn(NamedTuple):
-    """A batch that is to be made."""
-
-    places: Sequence[tuple[GDSDataset, int]]  # the dataset and index of each item
-    seed: int  # of the epoch
-    first: int  # position in the epoch of its first item
-
-    @property
-    def seeds(self) -> list[Seed]:
-        """What the generators are seeded with for each item."""
-        return [(self.seed, self.first + i) for i in range(len(self.places))]
-
-
-def with_seed(
-    generator: torch.Generator | None, draw: Callable[[], Iterator[Sequence[tuple[GDSDataset, int]]]], rank: int
-) -> Iterator[Drawn]:
-    """The batches of an epoch, whose seed is what torch's loader is about to draw for its workers, and the rank."""
-    ahead = (generator or torch.default_generator).clone_state()
-    return numbered(draw(), int(torch.empty((), dtype=torch.int64).random_(generator=ahead)), rank)
-
-
-def numbered(batches: Iterator[Sequence[tuple[GDSDataset, int]]], seed: int, rank: int) -> Iterator[Drawn]:
-    """Batches with the positions of their items in the epoch.
-
-    Ranks among which a sampler divides the items draw other numbers from the same seed. All others, such as those of a
-    tensor-parallel group, draw the same.
-    """
-    if rank:
-        seed = int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0]) >> 1
-    first = 0
-    for places in batches:
-        yield Drawn(places, seed, first)
-        first += len(places)
 
 
 @dataclass(slots=True)
@@ -127,7 +84,7 @@ class Crew:
         self.order = order
         self.arenas = Arenas(order.most_bytes, order.ahead + order.waiting + _DELIVERED)
         self._process = os.getpid()
-        self._work, self._mark = work, _mark(work)
+        self._work, self._mark = work, mark_of(work)
         self._splits: list[Split] | None = None
         self.is_warm = False  # whether this process has loaded what the first items need
         self._memory: Arena | None = None  # of work that is newer than the processes
@@ -151,7 +108,7 @@ class Crew:
 
     def begin(self, order: Order, work: Work) -> bool:
         """Begins another epoch. Returns False if these processes cannot do its work."""
-        mark = _mark(work)
+        mark = mark_of(work)
         if self.order != order or mark is None or self._workers.broken or self._process != os.getpid():
             return False
         self._lost, self.news = False, queue.SimpleQueue()
@@ -265,82 +222,3 @@ class Crew:
 
 def _tell(news: queue.SimpleQueue[object], answer: object) -> None:
     news.put(True)  # not the answer: the loader that has the news is in the frames of its error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sending work
-
-
-def pickled_work(work: Work) -> bytes:
-    """The work, pickled; by cloudpickle where it is installed and pickle cannot.
-
-    Raises:
-        ValueError: something in it cannot be sent to another process. The message names it.
-    """
-    try:
-        return _dumps(work)
-    except Exception as e:
-        raise ValueError(
-            f"{_culprit(work)} cannot be sent to another process: {e}. Pickle finds classes and functions at the top "
-            "of a module, and no others: define it there, or install cloudpickle"
-        ) from e
-
-
-def _dumps(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception:
-        if not find_spec("cloudpickle"):
-            raise
-    found: bytes = import_module("cloudpickle").dumps(value)
-    return found
-
-
-def _culprit(work: Work) -> str:
-    """The part of the work that cannot be pickled."""
-    named = [
-        (f"transform {i}, {type(transform).__name__},", transform)
-        for part in work.parts for i, transform in enumerate(part.dataset.transform.flatten().transforms)
-    ]  # fmt: skip
-    named += [("collate_fn", work.collate), *(("the dataset's data", part.dataset.data) for part in work.parts)]
-    for name, value in named:
-        try:
-            _dumps(value)
-        except Exception:
-            return name
-    return "the dataset"
-
-
-def _mark(work: Work) -> bytes | None:
-    """A digest that differs if the work does, but for the states of generators; None if there is none."""
-    digest = _Digest()
-    try:
-        _Marker(digest).dump(work)
-    except Exception:
-        return None
-    return digest.of.digest()
-
-
-class _Digest:
-    """A file of which only the digest is kept: data in memory may be large."""
-
-    def __init__(self) -> None:
-        self.of = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> int:
-        self.of.update(data)
-        return len(data)
-
-
-class _Marker(pickle.Pickler):
-    """Leaves out random states, which are seeded for every item, and takes functions that cannot be pickled apart."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if is_generator(value):
-            return str, (type(value).__name__,)
-        if isinstance(value, FunctionType) and "<" in value.__qualname__:
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            return tuple, ((value.__code__, value.__defaults__, cells),)
-        if isinstance(value, CodeType):
-            return tuple, ((value.co_code, value.co_consts, value.co_names),)
-        return NotImplemented

@@ -27,9 +27,9 @@ from monai.utils import set_determinism
 from torch.utils.data import ConcatDataset, Subset
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
-from monai_gds.loader import crew, shared_memory, worker
 from monai_gds.loader.collate import collate
-from monai_gds.loader.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
+from monai_gds.loader.crew import sending, shared_memory, worker
+from monai_gds.loader.crew.shared_memory import Arena, Arenas, Mapped, Place, pack, unpack
 from monai_gds.pipeline.ahead import drawn_ahead
 from tests.fresh import printed_by, warm
 from tests.machines import in_child
@@ -598,7 +598,7 @@ def test_a_loop_that_was_never_finished_does_not_keep_the_interpreter(tmp_path: 
     said = printed_by(
         """
 import sys
-import tests.loader.test_on_values as t
+import tests.loader.crew.test_on_values as t
 from monai_gds import GDSDataset
 dataset = GDSDataset(list(range(50)), t.mt.Compose([t.Volume(), t.Draws()]), sys.argv[1], "cpu")
 loop = iter(t.load(dataset, 2))
@@ -614,7 +614,7 @@ print(int(next(loop)["n"]), *t.children())
 
 @pytest.mark.parametrize("what", ["transform", "collate_fn", "data"])
 def test_what_cannot_be_pickled_is_named(make: Make, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "find_spec", lambda name: None)
+    monkeypatch.setattr(sending, "find_spec", lambda name: None)
     settings: dict[str, Any] = {}
     dataset = make(mt.RandFlipd("image"))
     if what == "transform":
