@@ -134,6 +134,11 @@ TOGETHER_BYTES = 8 << 20
 #: spend more on calls.
 CHECKSUM_PIECE_BYTES = 2 << 20
 
+#: Where items come on the CPU and the drive is this machine's, those of up to this size are not saved in the
+#: background, since the two threads would take Python's lock from each other: a miss of 64 kB took 0.8 ms instead of
+#: 1.0, with transforms of 2 ms 3.1 instead of 3.9.
+SAVED_AT_ONCE_BYTES = 64 << 10
+
 #: Bytes of items that may wait to be written. A single item is accepted whatever its size.
 QUEUE_BYTES = 256 << 20
 
