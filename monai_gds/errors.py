@@ -9,13 +9,17 @@ code unaware of this package can handle it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 __all__ = [
     "BackendUnavailable",
     "BlockMapError",
     "BrokenImage",
+    "BrokenItem",
     "CacheWarning",
     "CodecMissing",
     "DamagedRecord",
@@ -48,6 +52,18 @@ def printable(text: str) -> str:
         \x1b[2Jct.nii
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """What to append to the error of a name that there is not: the one that was probably meant, or ``otherwise``.
+
+    Example:
+        >>> meant("batchsize", ["batch_size", "shuffle"])
+        ": did you mean 'batch_size'?"
+    """
+    plain = {one.replace("_", "").lower(): one for one in known}  # so that batchsize is close to batch_size
+    near = get_close_matches(name.replace("_", "").lower(), plain, n=1)
+    return f": did you mean {plain[near[0]]!r}?" if near else otherwise and f": {otherwise}"
 
 
 class MonaiGdsError(Exception):
@@ -270,7 +286,7 @@ class BrokenItem(MonaiGdsError, RuntimeError):
     """A file of an item cannot be loaded, or more items cannot be made than ``on_error="skip"`` may replace.
 
     Example:
-        >>> from monai_gds.errors import BrokenItem
+        >>> from monai_gds import BrokenItem
         >>> str(BrokenItem("/data/case_3.nii.gz: LoadImaged cannot load it: EOFError: it ends early"))
         '/data/case_3.nii.gz: LoadImaged cannot load it: EOFError: it ends early'
     """
@@ -326,3 +342,15 @@ class CacheWarning(UserWarning):
 
     def __str__(self) -> str:
         return printable(super().__str__())
+
+
+#: Packages whose code lies between a user's line and a warning of ours.
+_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer"})
+
+
+def warn(message: str) -> None:
+    """Gives a CacheWarning at the line of the user's that led here; in a thread of ours there is none."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    warnings.warn(message, CacheWarning, stacklevel=level)

@@ -192,7 +192,7 @@ SCRATCH_POOL_BYTES = 64 << 20
 #: Items whose hash is remembered, at most about 24 MB. Hashing an item again costs 40 us.
 HASHED_ITEMS = 40_000
 
-#: Items whose last key is remembered too, at most about 5 MB. Making a key again costs 8 us.
+#: Keys that are remembered, those that were used last: at most about 5 MB. Making a key again costs 8 us.
 KEYED_ITEMS = 10_000
 
 #: Items per process whose first keys are kept, to notice one that gets record after record: at most 5 MB, and nearly

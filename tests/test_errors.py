@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -16,12 +17,13 @@ import pytest
 import torch
 from monai.transforms import Compose, EnsureTyped
 from rich.table import Table
+from torch.utils.data import DataLoader
 
 from monai_gds.base import console
 from monai_gds.command import doctor as doctor_cli
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.doctor import Diagnosis
-from monai_gds.errors import BlockMapError, BrokenImage, CacheWarning, StorageError
+from monai_gds.errors import BlockMapError, BrokenImage, CacheWarning, StorageError, warn
 from monai_gds.folder.maintenance import record_files
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.extents import Disk, Extent
@@ -52,6 +54,24 @@ def filled(folder: Path) -> GDSDataset:
     for record in record_files(cache):
         record.write_bytes(b"damaged")
     return GDSDataset(data, Compose([EnsureTyped("image")]), cache, "cpu")
+
+
+def test_a_warning_names_the_line_of_the_users_that_led_to_it(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to("/proc/none/here")
+    with pytest.warns(CacheWarning, match="cannot be made") as given:
+        _ = GDSDataset([1], [EnsureTyped("image")], tmp_path / "cache", "cpu")
+    with pytest.warns(CacheWarning, match="not a record") as further:
+        _ = next(iter(DataLoader(filled(tmp_path))))
+    assert [one.filename for one in (*given, *further)] == [__file__, __file__]
+
+
+def test_a_warning_of_a_thread_shows_no_code_of_this_package() -> None:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=warn, args=("it went wrong",))
+        thread.start()
+        thread.join()
+    assert [one.filename for one in given] == ["sys"]
 
 
 def test_in_a_warning(tmp_path: Path) -> None:

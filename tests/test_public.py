@@ -63,6 +63,11 @@ def test_every_public_name_exists_and_its_module_has_a_docstring(module: ModuleT
         assert hasattr(module, name)
 
 
+def test_every_error_can_be_caught_by_its_public_name() -> None:
+    raised = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
+    assert raised <= set(monai_gds.__all__)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_it_and_its_public_methods_are_described(name: str) -> None:
     thing = PUBLIC[name]

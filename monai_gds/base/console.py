@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,18 @@ def in_words(error: BaseException) -> str:
         return str(error)
     files = [str(name) for name in (error.filename, error.filename2) if name is not None]
     return ": ".join([*([" to ".join(files)] if files else []), error.strerror])
+
+
+def say_traceback(error: BaseException, hidden: tuple[str, ...]) -> None:
+    """Prints an error to standard error as Python does, without the frames of files whose names begin so."""
+    shown = traceback.TracebackException.from_exception(error)
+    one: traceback.TracebackException | None = shown
+    while one is not None:
+        one.stack = traceback.StackSummary.from_list(
+            [frame for frame in one.stack if not frame.filename.startswith(hidden)]
+        )
+        one = one.__cause__ or one.__context__
+    stderr.print("".join(shown.format()), highlight=False, soft_wrap=True, markup=False, end="")
 
 
 def show(table: Table) -> None:

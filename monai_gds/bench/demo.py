@@ -31,7 +31,7 @@ from monai_gds.bench.comparison import (
     Competitor,
     compare,
 )
-from monai_gds.bench.report import Report, Row
+from monai_gds.bench.report import Report, Row, differ
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
 from monai_gds.storage import resolve_device
@@ -43,9 +43,6 @@ CROPS = 4
 
 #: Timed epochs without rotation and zoom. They are short, and the datasets take turns.
 READINGS = 25
-
-#: Medians that are closer than this share of one another are no difference.
-_NEAR = 0.15
 
 
 def deterministic() -> list[Any]:
@@ -121,14 +118,6 @@ def run(
             say(f"{report.title}: {range_of(shown.rows[0])} {report.unit}, whichever dataset.")
             say("This run does not tell them apart: the transforms take the time, or the machine is busy.")
     stdout.print("same volumes, value by value, under the same seed", highlight=False)
-
-
-def differ(first: Row, second: Row) -> bool:
-    """Whether one of two rows was ahead in every turn, of many in four of five, and its median by more than noise."""
-    assert first.median is not None and second.median is not None
-    turns = [mine > other for mine, other in zip(first.samples, second.samples, strict=True)]
-    far = abs(first.median - second.median) > _NEAR * max(first.median, second.median)
-    return far and min(sum(turns), len(turns) - sum(turns)) <= len(turns) // 5 * (len(turns) > 7)
 
 
 def range_of(row: Row) -> str:

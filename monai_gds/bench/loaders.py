@@ -40,6 +40,9 @@ Progress: TypeAlias = Callable[[str, int, float], None]
 #: The ceiling of the peers that decode.
 _ALONE = "the decoder alone"
 
+#: Batches that are timed at least. Readers have read some before the first of them, which would be most of a few.
+_FEWEST = 64
+
 #: Batches that the decoder is fed with to find its own ceiling.
 _BATCHES_IN_MEMORY = 16
 
@@ -56,7 +59,7 @@ class LoaderSettings:
     packed: Path  # the same images, packed, maybe made smaller; packed as they are where missing
     device: torch.device  # where batches go
     batch_size: int = 64
-    batches: int | None = None  # per measurement; None for the whole dataset
+    batches: int | None = None  # per measurement; None for the whole dataset, and _FEWEST at least
     decoding: Decoding | None = None  # None: only bytes are read
     threads: Sequence[int] = (1, 2, 4, 8, 16)  # numbers of threads each peer is tried with; the best one counts
     repeats: int = 5  # measurements of each peer
@@ -206,7 +209,7 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
     images = list_images(settings.datadir)
     if settings.batch_size > len(images):
         raise ValueError(f"a batch of {settings.batch_size} is larger than the {len(images)} images there are")
-    count = settings.batches or len(images) // settings.batch_size
+    count = settings.batches or max(len(images) // settings.batch_size, _FEWEST)
     if "packed" in readers:
         with ThreadPoolExecutor() as executor:
             folder = settings.packed

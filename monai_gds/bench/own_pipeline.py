@@ -24,7 +24,7 @@ from monai_gds.bench.comparison import (
     Entrant,
     compare,
 )
-from monai_gds.bench.report import Report
+from monai_gds.bench.report import Report, Row, differ
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.doctor import probes
 from monai_gds.doctor.isolation import Answer
@@ -110,7 +110,16 @@ def beside_others(
         data, dataset.transform, _keys(dataset.transform(data[0])), dataset.device, folder, {**ours, **MONAIS_DATASETS},
         repeats, batch_size, cold=cold,
     )  # fmt: skip
-    return compare(comparison, progress)
+    report = compare(comparison, progress)
+    (reference,) = (row for row in report.rows if row.name == report.reference)
+    return replace(report, rows=[row if row is reference else _beside(reference, row) for row in report.rows])
+
+
+def _beside(reference: Row, row: Row) -> Row:
+    """The row, with a column that says so if its ratio may be noise."""
+    if not (row.samples and reference.samples) or differ(row, reference):
+        return row
+    return replace(row, notes={"difference": "not told apart", **row.notes})
 
 
 def _keys(result: Any) -> list[str]:

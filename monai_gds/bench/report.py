@@ -24,6 +24,9 @@ from monai_gds.base import cores
 from monai_gds.base.console import say, show, stdout
 from monai_gds.errors import BackendUnavailable
 
+#: Medians that are closer than this share of one another are no difference.
+_NEAR = 0.15
+
 
 @dataclass(frozen=True)
 class Row:
@@ -113,6 +116,14 @@ class Report:
             for heading, s in row.figures.items()
         } | dict(row.notes)
         return [row.name, *figures, *(others.get(heading, "") for heading in self._headings())]
+
+
+def differ(first: Row, second: Row) -> bool:
+    """Whether one of two rows was ahead in every turn, of many in four of five, and its median by more than noise."""
+    assert first.median is not None and second.median is not None
+    turns = [mine > other for mine, other in zip(first.samples, second.samples, strict=True)]
+    far = abs(first.median - second.median) > _NEAR * max(first.median, second.median)
+    return far and min(sum(turns), len(turns) - sum(turns)) <= len(turns) // 5 * (len(turns) > 7)
 
 
 def _summary(samples: Sequence[float]) -> dict[str, Any]:

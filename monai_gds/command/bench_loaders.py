@@ -30,7 +30,7 @@ _PackedOption = Annotated[
 ]
 _ReaderOption = Annotated[list[str] | None, typer.Option(help="Only this reader; may be repeated. Default: all.")]
 _BatchesOption = Annotated[
-    int | None, typer.Option(min=1, help="Batches in a measurement; default: the whole dataset.")
+    int | None, typer.Option(min=1, help="Batches in a measurement; default: the whole dataset, 64 at least.")
 ]
 _DecodeOption = Annotated[
     bool | None,

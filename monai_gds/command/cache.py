@@ -464,7 +464,7 @@ def warm(
         held = len(maintenance.record_files(dataset.cache_dir))
         raise KeyboardInterrupt(f"{dataset.cache_dir} holds {held} records now, start it again to go on") from None
     converted = f", {done.converted} converted to {dataset.session.record_form()}" if done.converted else ""
-    left_out = f", {done.left_out} left out by max_bytes" if done.left_out else ""
+    left_out = f", {done.left_out} left out by the budget" if done.left_out else ""
     say(f"{done.computed} items computed, {done.cached} were cached already{converted}{left_out}")
 
 
@@ -516,7 +516,10 @@ def set_budget(
     say(f"{directory} holds {shown(held)}, and {'has no budget' if limit is None else f'may hold {shown(limit)}'}")
     if limit is not None and held > limit:
         users = ", ".join(Uses(directory).users()) or "no running process"
-        say(f"that is more than its budget; it is used by {users}. `monai-gds cache prune` makes room", stderr)
+        say(
+            f"that is more than its budget; it is used by {users}. `monai-gds cache prune --max-size` makes room",
+            stderr,
+        )
 
 
 @app.command("explain", epilog="Example: monai-gds cache explain training:make_dataset fold=3 0 7")

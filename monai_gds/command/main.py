@@ -5,8 +5,10 @@ Exit codes: 0 done, 1 the work failed or found damage, 2 wrong usage, 130 stoppe
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,16 +17,19 @@ import typer
 from typer.core import TyperGroup
 
 import monai_gds
-from monai_gds.base.console import in_words, say, stderr, stdout
+from monai_gds.base.console import in_words, say, say_traceback, stderr, stdout
 from monai_gds.command.bench import app as bench_app
 from monai_gds.command.blockmap import app as blockmap_app
 from monai_gds.command.cache import app as cache_app
 from monai_gds.command.doctor import app as doctor_app
-from monai_gds.command.options import BackendOption, DeviceOption
+from monai_gds.command.options import PACKAGE, BackendOption, DeviceOption, UsersError
 from monai_gds.command.pack import app as pack_app
 from monai_gds.command.profile import app as profile_app
 from monai_gds.command.run import app as run_app
 from monai_gds.errors import MonaiGdsError
+
+#: Where the frames between the command line and the work come from.
+_AROUND = (*(str(Path(one).parent) for one in (__file__, typer.__file__, importlib.__file__)), "<frozen importlib")
 
 
 class _Stoppable(TyperGroup):
@@ -126,9 +131,20 @@ def demo(
 
 
 def main() -> None:
-    """Entry point: expected errors become one line and exit code 1 instead of a traceback."""
+    """Entry point. Expected errors become one line and exit code 1, those of the user's code a short traceback."""
     try:
         app(prog_name="monai-gds")  # also for python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
         say(f"monai-gds: {in_words(e)}", stderr)
         sys.exit(1)
+    except Exception as e:
+        error = (isinstance(e, UsersError) and e.__cause__) or e
+        say_traceback(error, (*_AROUND, PACKAGE) if _by_a_transform(error) else _AROUND)
+        sys.exit(1)
+
+
+def _by_a_transform(error: BaseException) -> bool:
+    """Whether a transform raised the error, or its cause. The frames of this package tell its author nothing then."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    cause = error.__cause__ or error.__context__
+    return any("/monai/transforms/" in name for name in frames) or (cause is not None and _by_a_transform(cause))

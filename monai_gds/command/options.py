@@ -10,16 +10,23 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from monai_gds.base.units import bytes_of
+from monai_gds.errors import meant
 
 if TYPE_CHECKING:
     from monai_gds.dataset.dataset import GDSDataset
+
+#: How the names of this package's files begin.
+PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -104,6 +111,21 @@ def _named(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+class UsersError(Exception):
+    """An error of the user's function or its module, the cause of this one."""
+
+
+@contextmanager
+def _users_code() -> Iterator[None]:
+    """Makes a :class:`UsersError` of what the user's code raises. What this package raises on its call stays."""
+    try:
+        yield
+    except Exception as e:
+        if traceback.extract_tb(e.__traceback__)[-1].filename.startswith(PACKAGE):
+            raise
+        raise UsersError from e
+
+
 def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
     """Imports ``module:function``, calls it with ``arguments``, each ``key=value``, and checks what it returns."""
     named = _named(arguments)
@@ -113,20 +135,25 @@ def dataset_from(function: str, arguments: Sequence[str]) -> GDSDataset:
         raise typer.BadParameter(what, param_hint="FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        make = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as e:
-        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the module exists, but imports one that does not
+        with _users_code():
+            found = importlib.import_module(module)
+    except UsersError as e:
+        missing = e.__cause__.name if isinstance(e.__cause__, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
+            raise  # the module exists; it may import one that does not
         hint = ": a module is named as in `import`, without .py" if module.endswith(".py") else ""
-        what = f"no module {e.name!r} in {os.getcwd()} or installed{hint}"
+        what = f"no module {missing!r} in {os.getcwd()} or installed{hint}"
         raise typer.BadParameter(what, param_hint="FUNCTION") from None
+    make = getattr(found, name, None)
     if not callable(make):
-        raise typer.BadParameter(f"the module {module!r} has no function {name!r}", param_hint="FUNCTION")
+        hint = meant(name, (one for one, value in vars(found).items() if callable(value)))
+        raise typer.BadParameter(f"the module {module!r} has no function {name!r}{hint}", param_hint="FUNCTION")
     try:
         inspect.signature(make).bind(**named)
     except TypeError as e:
         raise typer.BadParameter(f"{function}: {e}; give its arguments as key=value", param_hint="FUNCTION") from None
-    dataset = make(**named)
+    with _users_code():
+        dataset = make(**named)
     from monai_gds.dataset.dataset import GDSDataset
 
     if not isinstance(dataset, GDSDataset):

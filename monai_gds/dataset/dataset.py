@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,7 +16,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from monai_gds.dataset import words
 from monai_gds.dataset.item_keys import HashTransform
-from monai_gds.dataset.populate import made, populate
+from monai_gds.dataset.populate import check_room, fill, populate
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.dataset.session import Runtime, Session
 from monai_gds.dataset.settings import DEFAULTS, CacheOptions, Settings, check_data, check_transforms, refuse
@@ -126,7 +127,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         options: CacheOptions | Mapping[str, Any] = DEFAULTS, **others: Any,
     ) -> None:  # fmt: skip
         """Makes the dataset, and hashes its transforms. See the class for the arguments."""
-        refuse(others)
+        refuse(others, signature(GDSDataset).parameters)
         check_data(data, hash_func, hash_transform)
         # Without cache_dir: the base class would raise where ours only warns, and hash transforms its own way.
         PersistentDataset.__init__(  # not super(): a stand-in for another dataset of MONAI's derives from that, too
@@ -144,7 +145,10 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self.backend, self.backend_reason = self.settings.backend, self.settings.backend_reason
         self._runtime = Runtime()
         self.session.split()
-        made(self, populate)
+        if strict:
+            check_room(self.session)
+        if populate:
+            fill(self)
         if type(self)._pre_transform is not GDSDataset._pre_transform:
             self._runtime.split = None  # the subclass may go on to set what it reads
 

@@ -6,7 +6,6 @@ transforms only: the same item then always comes out the same. Any other one is 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
@@ -16,7 +15,7 @@ from monai.data import CacheDataset, Dataset
 from monai.transforms import Compose
 
 from monai_gds.base.notices import Notice
-from monai_gds.errors import CacheWarning, HashingError
+from monai_gds.errors import HashingError, warn
 from monai_gds.keys.hashing import hash_transforms
 from monai_gds.pipeline.parts import name_of
 from monai_gds.pipeline.split import Split
@@ -90,11 +89,9 @@ def steps_of(dataset: Any, steps: Sequence[Callable[..., Any]]) -> tuple[OfDatas
         return tuple(found)
     kind = type(dataset.data).__name__
     if why and dataset.settings.cache_dir is not None and Notice("read", kind, why, dataset.settings.began).is_new():
-        warnings.warn(
+        warn(
             f"data is a {kind}, whose items are read at every access, at a hit too: {why}. Give a list of items, or a "
             "Dataset, CacheDataset or GDSDataset with deterministic transforms",
-            CacheWarning,
-            stacklevel=4,
         )
     return ()
 

@@ -1,28 +1,29 @@
-"""The keys of a dataset's items. Used by the dataset: adds MONAI's part to what the cache's :class:`KeyMaker` makes."""
+"""The keys of a dataset's items: collects the ingredients that :mod:`keys.key` lists, and looks for records of them.
+
+An item that has no record is computed here as well, by what the caller gives, since what it reads is part of its key.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
-import monai
-
 from monai_gds.base import stages
 from monai_gds.base.notices import Notice
-from monai_gds.dataset.settings import MonaiVersion, Settings
+from monai_gds.dataset.settings import Settings
 from monai_gds.errors import HashingError
 from monai_gds.folder.reads import ReadLists
-from monai_gds.keys.hashing import HashedTransforms, canonical_hash, hash_transforms
+from monai_gds.keys.code import HashedTransforms
+from monai_gds.keys.hashing import canonical_hash, hash_transforms
 from monai_gds.keys.kept import KeptReads, words_of
 from monai_gds.keys.key import Key, KeyMaker, Pipeline, columns_of, hash_text
+from monai_gds.keys.libraries import version_of_monai
 from monai_gds.keys.observed import Observation, observing
-from monai_gds.keys.origin import digest_of_folder, is_in_site
 from monai_gds.keys.reads import reads_of
 from monai_gds.keys.source_names import absolute, files_named, looks_like_path
 from monai_gds.keys.sources import Identity, Sources
@@ -61,64 +62,47 @@ class ItemKeys:
     def __init__(
         self, split: Split, dataset: Any, settings: Settings, further: Sequence[Any], sent: tuple[str, str] | None
     ) -> None:
-        options, folders, hash_transform = settings.options, settings.folders, dataset.hash_transform
-        self._root = root = settings.form.root
-        sources = Sources(options.sources, str(folders[0]) if folders else None)
-        self._transforms = [*split.deterministic, *further]
-        hashed = _hashed(self._transforms, hash_transform, root)
-        if sent is not None and sent[0] == _by_bytecode(self._transforms, root):
-            hashed = replace(hashed, digest=sent[1])
-        of_compose = {**split.settings(), "reset_ops_id": dataset.reset_ops_id}
-        hashed.description.update({f"Compose.{name}": repr(value) for name, value in of_compose.items()})
-        hashed.description.update({f"state.{name}": value for name, value in defaults().items()})
-        hashed.description.update({"state.mantissa_bits": "None", "state.version": "None", "state.steady": "None"})
-        self.transform_hash = _transform_hash(split, of_compose, hash_transform, hashed)
-        self.hashed = hashed
-        self._names = frozenset[str]().union(*(reads_of(function.__code__).names for function in hashed.functions))
-        self._files = tuple(files_named(hashed.strings)) if hash_transform is not None else ()
-        self._are_absolute = all(map(os.path.isabs, self._files))
-        self._monai_version = options.monai_version
-        # With the settings of the process, not the transforms: they count even if transforms do not.
-        # A dataset that freezes what is drawn shares no records with one that does not.
-        steady = split.steady if split.steady is not None and split.steady.watches else None
-        given = {
-            "mantissa_bits": options.mantissa_bits,
-            "version": _in_a_word(settings.version),
-            "steady": None if steady is None else True,
-        }
-        self._given: State = tuple((name, str(value)) for name, value in given.items() if value is not None)
-        self._pipelines: dict[tuple[State, str, tuple[str, ...]], Pipeline] = {}
+        options, folders, root = settings.options, settings.folders, settings.form.root
         self._began, self._logged = settings.began, False
-        self._counting = {"names_cuda": "cuda" in hashed.devices, "requires_grad": hashed.requires_grad}
+        # transforms, monai, root
+        self._transforms, self._root = [*split.deterministic, *further], root
+        self.hashed, self.transform_hash = _hashed(self._transforms, split, dataset, root, sent)
+        self._monai = version_of_monai(options.monai_version)
+        # state
+        self._counting = {"names_cuda": "cuda" in self.hashed.devices, "requires_grad": self.hashed.requires_grad}
         self._held = counting(settings.held, **self._counting)
-        self._make = KeyMaker(dataset.hash_func, sources, loaded_keys(split.deterministic), root)
+        self._names = frozenset[str]().union(*(reads_of(function.__code__).names for function in self.hashed.functions))
+        steady = split.steady is not None and split.steady.watches
+        self._given = _given(options.mantissa_bits, settings.version, steady)
+        # sources: those that transforms name, that items name, and that items read besides
+        self._files = files_named(self.hashed.strings) if dataset.hash_transform is not None else []
+        self._sources = Sources(options.sources, str(folders[0]) if folders else None)
+        self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and self._sources.counts else None
+        self._kept = KeptReads.of(self.transform_hash, frozenset(f.__code__ for f in self.hashed.functions))
         self._folders = tuple(map(str, folders))
         within = (step.inner.settings.folders for step in split.inner if hasattr(step.inner, "settings"))  # type: ignore[attr-defined]
-        self._caches = (*self._folders, *map(str, chain.from_iterable(within)))  # whose files do not count
-        self._written = tuple(text for text in hashed.written if looks_like_path(text) and not os.path.isdir(text))
-        self._lists = ReadLists(folders[0], root, settings.file_mode) if folders and sources.counts else None
-        # Guards may have an item computed twice, and do not hold for the key of another dataset.
-        alone = not further and steady is None and not split.inner
-        proves = self.transform_hash and self._lists is not None and alone
+        written = [text for text in self.hashed.written if looks_like_path(text) and not os.path.isdir(text)]
+        self._apart = (*self._folders, *map(str, chain.from_iterable(within)), *written)  # these do not count
+        # item: guards may have one computed twice, and do not hold for the key of another dataset
+        proves = self.transform_hash and self._lists is not None and not (further or steady or split.inner)
         self._columns = Columns(split.deterministic if proves else ())
         self._by_default = dataset.hash_func is canonical_hash
-        self._kept = KeptReads.of(self.transform_hash, frozenset(f.__code__ for f in hashed.functions))
+        self._make = KeyMaker(dataset.hash_func, self._sources, loaded_keys(split.deterministic), root)
+        self._pipeline: Pipeline | None = None
 
     def differences(self) -> dict[str, tuple[str, str]]:
         """How the settings of this process and thread differ from those that held, as far as they count."""
         return differences(self._held, capture(**self._counting))
 
     def pipeline(self) -> Pipeline:
-        """The part that all keys made now have in common.
-
-        The working directory may change between two calls.
-        """
-        state, version = (*self._held, *by_environment(self._names), *self._given), _version(self._monai_version)
-        files = self._files if self._are_absolute else tuple(map(absolute, self._files))
-        known = self._pipelines.get((state, version, files))
-        if known is None:
-            known = Pipeline(self.transform_hash, version, state, self._root, self.hashed.description, files)
-            self._pipelines[state, version, files] = known
+        """The part that all keys made now have in common: all ingredients but the item and what it names and reads."""
+        # the environment and the working directory may change between two calls
+        state = (*self._held, *by_environment(self._names), *self._given)
+        files = tuple(map(absolute, self._files))
+        known = self._pipeline
+        if known is None or (known.state, known.files) != (state, files):
+            known = Pipeline(self.transform_hash, self._monai, state, self._root, self.hashed.description, files)
+            self._pipeline = known
         return known
 
     def sent(self) -> tuple[str, str] | None:
@@ -192,8 +176,7 @@ class ItemKeys:
         times = self._make.times(key)
         if self._lists is None:
             made = make(item)
-            return made, key, self._make.changes(key, times, self._make(item, self.pipeline()))
-        began = self._kept.computed
+            return made, key, self._changed(key, times, item, read)
         given, guards = self._columns.guarded(item, read)
         seen, words = seen or Observation(), words_of(item)
         self._kept.running[seen] = _in_keys(key), words
@@ -203,7 +186,7 @@ class ItemKeys:
         except BaseException as e:  # perhaps because of a guard
             if not guards or not isinstance(e, (Exception, Touched)):
                 if isinstance(e, Exception):  # the next item may use what this one has loaded
-                    full, paths = self._with_seen(key, words, seen, began, self._lists)
+                    full, paths = self._with_seen(key, words, seen, self._lists)
                     self._kept.keep(seen, paths, full.sources, words)
                 raise
             more = touched(guards) or frozenset(guards)
@@ -214,21 +197,23 @@ class ItemKeys:
             self._lists.note(pipeline.digest, sorted(read | more))
             return found
         stages.enter("keys")
-        full, paths = self._with_seen(key, words, seen, began, self._lists)
-        changed = self._make.changes(key, times, self._named(item, self.pipeline(), read)) or seen.changed()
-        changed = changed or self._kept.changed(paths, full.sources)
+        full, paths = self._with_seen(key, words, seen, self._lists)
+        changed = self._changed(key, times, item, read) or seen.changed() or self._kept.changed(paths, full.sources)
         self._kept.keep(seen, paths, dict.fromkeys(paths, _UNKNOWN) if changed else full.sources, words)
         if full is not key and not changed:
             self._lists.note(key.name, full.paths[len(key.paths) :])
         return made, replace(full, columns=self.columns(item)), changed
 
-    def _with_seen(
-        self, key: Key, words: frozenset[str], seen: Observation, began: int, lists: ReadLists
-    ) -> tuple[Key, list[str]]:
+    def _changed(self, key: Key, times: Mapping[str, int], item: Any, read: frozenset[str]) -> str:
+        """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did."""
+        written = [path for path, time in self._make.times(key).items() if time != times[path]]
+        return key.changes(self._named(item, self.pipeline(), read), written)
+
+    def _with_seen(self, key: Key, words: frozenset[str], seen: Observation, lists: ReadLists) -> tuple[Key, list[str]]:
         """The key with what a computation has read and with what others have kept; and what it has read alone."""
-        apart = (*self._caches, *map(absolute, self._written))
+        apart = tuple(map(absolute, self._apart))
         paths = seen.paths(_in_keys(key), apart)
-        wanted = self._kept.beside(paths, words, began, self._make.sources.read, apart)
+        wanted = self._kept.beside(paths, words, apart)
         newest = next(iter(lists.of(key.name)), ())
         if set(wanted) < set(newest):
             wanted = list(newest)  # what it did not read this time, it had in memory
@@ -245,21 +230,16 @@ def _in_keys(key: Key) -> list[str]:
     return [path for path, identity in pairs if identity is not None or not os.path.isdir(path)]
 
 
-def _in_a_word(version: Any) -> str | None:
-    """A user's ``version`` as text for the key and for ``explain``; unlike values have unlike texts."""
-    if version is None:
-        return None
-    digest = canonical_hash(version).decode()  # raises HashingError if it differs from run to run
-    return repr(version) if type(version) in (str, bool, int, float) else digest
+def _given(mantissa_bits: int | None, version: Any, steady: bool) -> State:
+    """What counts of the dataset's arguments, beside the settings of the process: it counts even if transforms do not.
 
-
-def _version(wanted: MonaiVersion) -> str:
-    if wanted is None:
-        return ""
-    found = str(monai.__version__)
-    if wanted == "exact" and not is_in_site(monai.__file__):  # a clone keeps its version from edit to edit
-        found = f"{found} {digest_of_folder(os.path.dirname(monai.__file__))}"
-    return ".".join(re.split(r"[.+]", found)[:2]) if wanted == "minor" else found
+    A dataset that is ``steady`` freezes what is drawn, so it shares no records with one that does not. Unlike values of
+    ``version`` have unlike texts. Raises HashingError if it has no stable hash.
+    """
+    digest = canonical_hash(version).decode()
+    word = repr(version) if type(version) in (str, bool, int, float) else digest
+    given = {"mantissa_bits": mantissa_bits, "version": None if version is None else word, "steady": steady or None}
+    return tuple((name, str(value)) for name, value in given.items() if value is not None)
 
 
 def _by_bytecode(transforms: Sequence[Any], root: str | None) -> str | None:
@@ -268,24 +248,30 @@ def _by_bytecode(transforms: Sequence[Any], root: str | None) -> str | None:
     return None
 
 
-def _hashed(transforms: Sequence[Any], hash_transform: HashTransform, root: str | None) -> HashedTransforms:
-    """The hash and description of the transforms; empty if they have no stable hash and the user hashes them."""
+def _hashed(
+    transforms: Sequence[Any], split: Split, dataset: Any, root: str | None, sent: tuple[str, str] | None
+) -> tuple[HashedTransforms, str]:
+    """What hashing the transforms met, and the hash of them and of their ``Compose``; empty if they do not count.
+
+    Raises HashingError if they have no stable hash, unless the user hashes them.
+    """
+    hashed, hash_transform = HashedTransforms(), dataset.hash_transform
     try:
-        return hash_transforms(transforms, root)
+        hashed = hash_transforms(transforms, root)
     except HashingError:
         if hash_transform is canonical_hash:
             raise
-        return HashedTransforms()
-
-
-def _transform_hash(
-    split: Split, settings: dict[str, Any], hash_transform: HashTransform, hashed: HashedTransforms
-) -> str:
+    if sent is not None and sent[0] == _by_bytecode(transforms, root):
+        hashed.digest = sent[1]
+    settings = {**split.settings(), "reset_ops_id": dataset.reset_ops_id}
+    hashed.description.update({f"Compose.{name}": repr(value) for name, value in settings.items()})
+    unset = {**defaults(), "mantissa_bits": "None", "version": "None", "steady": "None"}
+    hashed.description.update({f"state.{name}": value for name, value in unset.items()})
     if hash_transform is None:
-        return ""
+        return hashed, ""
     begin = canonical_hash(settings).decode()
     if hash_transform is canonical_hash:
-        return begin + hashed.digest
+        return hashed, begin + hashed.digest
     try:
         found = hash_transform(split.deterministic)
     except TypeError as e:
@@ -293,4 +279,4 @@ def _transform_hash(
         if "is not JSON serializable" not in str(e):
             raise
         found = hash_transform("".join(type(t).__name__ for t in split.deterministic))
-    return begin + hash_text(found, "hash_transform")
+    return hashed, begin + hash_text(found, "hash_transform")

@@ -22,7 +22,7 @@ from monai_gds.base.notices import Notice
 from monai_gds.dataset.broken import unreadable
 from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.repeats import Repeats
-from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType
+from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType, warn
 from monai_gds.folder.budget import OverBudget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.explain import Nearest, nearest
@@ -37,7 +37,7 @@ from monai_gds.pipeline.settings import apply, of_process
 from monai_gds.pipeline.words import naming
 from monai_gds.records.heads import Form
 from monai_gds.records.problems import with_advice
-from monai_gds.shared.leases import Lease, Leases, pace, take_turn
+from monai_gds.shared.leases import Leases, pace, take_turn
 from monai_gds.shared.owner import this_process
 
 
@@ -70,13 +70,13 @@ class Misses:
         worker = torch.utils.data.get_worker_info()
         if self._why and self._count * (1 if worker is None else worker.num_workers) >= items:
             if Notice("missed", self.of).is_new():
-                warn_of_misses(cache.path, self._why, stacklevel=7)
+                warn(_misses(cache.path, self._why))
             self._why = []
 
     def warn_once(self, kind: type[Exception], message: str) -> None:
         """Warns that an item is not cached, once for each kind of reason, in whatever process of this run."""
         if Notice("not cached", self.of, kind.__name__).is_new():
-            warnings.warn(message, CacheWarning, stacklevel=6)
+            warn(message)
 
 
 def warn_of_misses(cache_dir: str, why: Sequence[str], stacklevel: int) -> None:
@@ -85,12 +85,14 @@ def warn_of_misses(cache_dir: str, why: Sequence[str], stacklevel: int) -> None:
     ``stacklevel`` is that of :func:`warnings.warn`, called here.
     """
     if why:
-        warnings.warn(
-            f"every item was computed again, though {cache_dir} holds records of a similar pipeline. What "
-            f"differs: {'; '.join(why)}. See dataset.explain(index)",
-            CacheWarning,
-            stacklevel=stacklevel,
-        )
+        warnings.warn(_misses(cache_dir, why), CacheWarning, stacklevel=stacklevel)
+
+
+def _misses(cache_dir: str, why: Sequence[str]) -> str:
+    return (
+        f"every item was computed again, though {cache_dir} holds records of a similar pipeline. What differs: "
+        f"{'; '.join(why)}. See dataset.explain(index)"
+    )
 
 
 def why_missed(cache: CacheDirectory, key: Key) -> list[str]:
@@ -135,8 +137,8 @@ class Saved(NamedTuple):
             pace.note(self.seconds)
 
 
-class ItemMaker(NamedTuple):
-    """Computes items up to their random transforms, and puts them together as a hit would.
+class Maker(NamedTuple):
+    """Makes items up to their random transforms, put together as a hit would, and their records.
 
     Attributes:
         transform: the deterministic transforms, which may write into the item.
@@ -145,6 +147,7 @@ class ItemMaker(NamedTuple):
         mantissa_bits: how many bits of mantissa large tensors keep; None: all.
         misses: who warns of items that no record can hold.
         hidden: who warns of randomness that a record would freeze.
+        keys: makes their keys.
     """
 
     transform: Callable[[Any], Any]
@@ -153,6 +156,7 @@ class ItemMaker(NamedTuple):
     mantissa_bits: int | None
     misses: Misses
     hidden: Hidden
+    keys: ItemKeys
 
     def make(self, item: Any, index: Any) -> Any:
         """An item that is not to be saved."""
@@ -200,58 +204,37 @@ class ItemMaker(NamedTuple):
         tensors = {name: t.to(self.device) for name, t in encoded.tensors.items()}
         return compile_tree(encoded.tree, encoded.arrays, tensors, **self.form._asdict())(tensors, item)
 
-
-class RecordMaker(NamedTuple):
-    """Makes items and their records.
-
-    Attributes:
-        items: computes them.
-        keys: makes their keys.
-        cache: where the records go.
-    """
-
-    items: ItemMaker
-    keys: ItemKeys
-    cache: CacheDirectory
-
     def fill(
-        self, key: Key, item: Any, index: Any, *, of: int, unsupported: Literal["error", "warn"], behind: bool
-    ) -> Any:
+        self, cache: CacheDirectory, key: Key, item: Any, index: Any, *,
+        of: int, unsupported: Literal["error", "warn"], behind: bool,
+    ) -> Any:  # fmt: skip
         """The item of a key that has no record, for a loop that goes on with it.
 
         Waits a while if another process computes it. Otherwise it is computed and saved, perhaps ``behind``, in the
         background, unless that fails, of which the user is warned. ``of`` is how many items the dataset has.
         """
-        cache = self.cache
         stages.enter("waiting for other processes")
         lease, found = take_turn(cache.path, key.name, lambda: look(cache, self.keys.now(item), item))
         if found is not None:
             return found[0]
         with lease:
-            self.items.misses.miss(cache, lambda: self.keys([item])[0], of)
-            made, key, changed = self.keys.compute(
-                item, partial(self.items.compute, index=index, unsupported=unsupported)
-            )
+            self.misses.miss(cache, lambda: self.keys([item])[0], of)
+            made, key, changed = self.keys.compute(item, partial(self.compute, index=index, unsupported=unsupported))
             encoded, storable = made
             if storable:
-                self.items.misses.repeats.note(index, key)
-                self._publish(key, changed, encoded, lease if behind else None)
-        return self.items.assemble(encoded, item)
+                self.misses.repeats.note(index, key)
+            # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
+            if storable and changed:
+                self.misses.warn_once(FileChanged, f"an item is not cached: while it was computed, {changed}")
+            elif storable:
+                stages.enter("saving")
+                if behind:
+                    cache.publish_behind(key, encoded, lease.hand_over())
+                else:
+                    cache.publish(key, encoded)
+        return self.assemble(encoded, item)
 
-    def _publish(self, key: Key, changed: str, encoded: EncodedItem, behind: Lease | None) -> None:
-        """Saves a computed item, in the background if that may go on with the lease."""
-        # A source or setting that changed meanwhile may have been read before or after: the item fits neither key.
-        if changed:
-            message = f"an item is not cached: while it was computed, {changed}"
-            self.items.misses.warn_once(FileChanged, message)
-            return
-        stages.enter("saving")
-        if behind is None:
-            self.cache.publish(key, encoded)
-        else:
-            self.cache.publish_behind(key, encoded, behind.hand_over())
-
-    def save(self, item: Any, index: int, *, anyway: bool, convert: bool) -> Saved:
+    def save(self, cache: CacheDirectory, item: Any, index: int, *, anyway: bool, convert: bool) -> Saved:
         """Makes the record of an item, unless there is one or, without ``anyway``, another process is computing it.
 
         With ``convert``, a record in another form than the one asked for counts as missing, and is converted.
@@ -262,50 +245,46 @@ class RecordMaker(NamedTuple):
             Exception: whatever the transforms raise.
         """
         key = self.keys.now(item)
-        if self.cache.holds(key.digest, convert):
+        if cache.holds(key.digest, convert):
             return Saved("cached", key.name)
-        if self.cache.full:
+        if cache.full:
             return Saved("left_out", key.name)
-        leases = Leases(self.cache.path)
+        leases = Leases(cache.path)
         lease = leases.take(key.name)
         if lease is None and not anyway:
             return Saved("busy")
         with lease or leases.none():
             key = self.keys.now(item)
-            if self.cache.holds(key.digest, convert):  # the lease's last holder may have just finished
+            if cache.holds(key.digest, convert):  # the lease's last holder may have just finished
                 return Saved("cached", key.name)
             began = time.perf_counter()
-            if convert and (how := self._convert(key)):
+            if convert and (how := _converted(cache, key)):
                 return Saved(how, key.name, time.perf_counter() - began)
             (encoded, _), key, changed = self.keys.compute(
-                item, partial(self.items.compute, index=index, unsupported="error")
+                item, partial(self.compute, index=index, unsupported="error")
             )
             seconds = time.perf_counter() - began
             if changed:
                 raise FileChanged(f"while item {index} was computed, {changed}. Populate again")
-            why = self._save(key, encoded)
-            return Saved("left_out" if why else "computed", key.name, seconds, why)
+            try:
+                cache.save(key, encoded)
+            except OverBudget as e:
+                return Saved("left_out", key.name, seconds, str(e))
+            except OSError as e:
+                raise NotSaved(f"nothing more can be cached in {cache.path}: {with_advice(e)}") from e
+            return Saved("computed", key.name, seconds)
 
-    def _save(self, key: Key, encoded: EncodedItem) -> str:
-        """Saves an item. Returns why there is no room for it, if there is none."""
-        try:
-            self.cache.save(key, encoded)
-        except OverBudget as e:
-            return str(e)
-        except OSError as e:
-            raise NotSaved(f"nothing more can be cached in {self.cache.path}: {with_advice(e)}") from e
-        return ""
 
-    def _convert(self, key: Key) -> Literal["converted", "cached"] | None:
-        try:
-            return self.cache.convert(key)
-        except OverBudget:
-            return "cached"
-        except OSError as e:
-            raise NotSaved(
-                f"records in {self.cache.path} cannot be converted: {with_advice(e)}. They serve as they are: without "
-                "convert=True (cache warm --no-convert) they are left alone"
-            ) from e
+def _converted(cache: CacheDirectory, key: Key) -> Literal["converted", "cached"] | None:
+    try:
+        return cache.convert(key)
+    except OverBudget:
+        return "cached"
+    except OSError as e:
+        raise NotSaved(
+            f"records in {cache.path} cannot be converted: {with_advice(e)}. They serve as they are: without "
+            "convert=True (cache warm --no-convert) they are left alone"
+        ) from e
 
 
 def look(cache: CacheDirectory, key: Key, item: Any) -> Any:

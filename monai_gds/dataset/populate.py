@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -98,7 +98,7 @@ def populate(
 
     Args:
         num_workers: processes that compute items; 0 computes in this one. Default: one per core, 8 at most, where
-            they can be forked; an item that fails in them is tried once more in this process.
+            they can be forked. An item that fails in them is tried once more in this process.
         progress: shows a bar on rank 0, where there is a terminal or a notebook.
         rank: the rank of this process; default: torch.distributed's if it is initialised, else 0.
         world_size: how many processes share the items; default: torch.distributed's if it is initialised, else 1.
@@ -127,10 +127,12 @@ def populate(
         raise ValueError(f"num_workers={num_workers}: use 0 for this process, or a number of workers")
     if executor is not None and num_workers:
         raise ValueError(f"num_workers={num_workers} and executor={executor!r}: give one of them")
-    compare_ranks(
-        session.settings, session.keys().pipeline(), len(dataset.data)
-    )  # they may have made their datasets before they had a rank
-    why = _why_to_populate(session) if ranks.rank == 0 else []  # before records of this run are in the index
+    # They may have made their datasets before they had a rank.
+    compare_ranks(session.settings, session.keys().pipeline(), len(dataset.data))
+    why: list[str] = []
+    with suppress(Exception):  # populating raises it again, and notes it
+        if ranks.rank == 0 and (cache := session.cache()) is not None:
+            why = why_missed(cache, session.key(0))  # before records of this run are in the index
     try:
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
     finally:
@@ -149,15 +151,6 @@ def populate(
     return done
 
 
-def _why_to_populate(session: Session) -> list[str]:
-    """Why the first item has no record; empty if it has one."""
-    try:
-        key, cache = session.key(0), session.cache()
-        return [] if cache is None else why_missed(cache, key)
-    except Exception:  # populating raises it again, and notes it
-        return []
-
-
 def _fill(session: Session, num_workers: int | None, executor: Executor | None, show: bool, ranks: Ranks) -> Populated:
     """Fills the cache from a copy of the dataset that caches, and whose target is the CPU."""
     with _bar(show and ranks.rank == 0) as bar:
@@ -173,7 +166,7 @@ def _fill(session: Session, num_workers: int | None, executor: Executor | None, 
             tally = _Tally()
             with closing(engine):
                 _Filling(session, engine, bar, tally).run(share)
-            if tally.failures and num_workers is None and isinstance(engine, InWorkers):
+            if tally.failures and isinstance(engine, InWorkers):
                 again = [item.index for item in tally.failures]  # transforms may need this process, as for CUDA
                 tally.failures = []
                 with closing(_here(session)) as here:
@@ -386,20 +379,8 @@ def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
 # While a dataset is made
 
 
-def made(dataset: PersistentDataset, full: bool) -> None:
-    """Does what ``strict`` asks for at the end of a constructor, and fills the cache if it is to be ``full``.
-
-    Raises:
-        NotSaved, PopulateError: as :func:`fill`; or, with ``strict``, no record can be made.
-    """
-    if dataset.settings.strict:
-        _check_room(dataset.session)
-    if full:
-        fill(dataset)
-
-
-def _check_room(session: Session) -> None:
-    """Makes the first record that is missing, where a budget may leave no room for it.
+def check_room(session: Session) -> None:
+    """For ``strict``: makes the first record that is missing, where a budget may leave no room for it.
 
     Raises:
         NotSaved: there is no room.
@@ -421,7 +402,7 @@ def _check_room(session: Session) -> None:
 def fill(
     dataset: PersistentDataset,
     indices: Sequence[int] | None = None,
-    num_workers: int | None = None,
+    most_workers: int | None = None,
     progress: bool = True,
 ) -> None:
     """Computes what has no record among some items.
@@ -432,7 +413,7 @@ def fill(
     Args:
         dataset: a GDSDataset.
         indices: which items; None: all.
-        num_workers: at most this many processes; None: one per core. What fails there is tried once more here.
+        most_workers: at most this many processes; None: one per core.
         progress: shows a bar on rank 0.
 
     Raises:
@@ -445,8 +426,9 @@ def fill(
         return
     part = copy(dataset)
     part.data = Subset(data, indices) if is_dataset(data := dataset.data) else [data[index] for index in indices]
+    workers = None if most_workers is None else min(most_workers, default_workers(len(indices)))
     try:
-        done = _populate_here(part, num_workers, progress and Ranks().rank == 0)
+        done = populate(part, workers, progress and Ranks().rank == 0, 0, 1)
         if done.left_out and dataset.settings.strict:
             raise NotSaved(f"strict=True, and the budget of {dataset.cache_dir} leaves out {done.left_out} items")
     except PopulateError as e:
@@ -460,16 +442,7 @@ def fill(
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
         failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
-        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=4)
+        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=3)
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process
-
-
-def _populate_here(dataset: PersistentDataset, num_workers: int | None, progress: bool) -> Populated:
-    if num_workers is None:
-        return populate(dataset, None, progress, 0, 1)
-    try:
-        return populate(dataset, min(num_workers, default_workers(len(dataset.data))), progress, 0, 1)
-    except PopulateError:
-        return populate(dataset, 0, progress, 0, 1)

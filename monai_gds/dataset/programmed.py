@@ -211,11 +211,6 @@ class Programmed:
             self._volumes = self._lazy.read(program.boxes())
 
     @property
-    def cached(self) -> bool:
-        """Whether the item has a record."""
-        return self._lazy is not None or (self._whole is not None and self._whole.cached)
-
-    @property
     def nbytes(self) -> int:
         """Bytes that are being read, and of the memory that they are unpacked into; 0 if there is no record."""
         if self._whole is not None:

@@ -22,7 +22,6 @@ import json
 import operator
 import os
 import socket
-import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from monai_gds import limits
 from monai_gds.base.names import digest_of
 from monai_gds.base.notices import Notice
 from monai_gds.dataset.settings import Settings
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import warn
 from monai_gds.folder.explain import pipeline_differences, source_differences, steps_of
 from monai_gds.folder.index import Index
 from monai_gds.keys.key import Key, Pipeline
@@ -88,13 +87,11 @@ def _warn(index: int, before: Key, now: Key) -> None:
         found += pipeline_differences(old.digest, new.digest, old.describe(), new.describe())
     if not found:
         found = ["the item itself, as the data hold it"]
-    warnings.warn(
+    warn(
         f"item {index} gets its third record in this process, so no epoch finds the last one. What differs: "
         f"{'; '.join(found[:NAMED])}. What the run itself writes or sets, such as a log, a checkpoint or its name, "
         "should not count: leave it out of the item, or out of the key by the transform's __cache_key__ or a function "
         "for sources=; version= is for what should count now and then",
-        CacheWarning,
-        stacklevel=8,
     )
 
 
@@ -103,28 +100,22 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
 
     Does nothing in a process that has no rank, or without a cache. ``items`` is how many items the dataset has.
     """
-    rank, folder, file_mode = _rank(), settings.cache_dir, settings.file_mode
+    rank, folder = _rank(), settings.cache_dir
     if not rank or not pipeline.digest or folder is None:
         return
-    job, description = _job(), pipeline.describe()
-    what, index = digest_of([items, *steps_of(description)]), Index(folder, file_mode)
-    notes = Notes(folder, "ranks", file_mode)
-    notes.tidy(lambda files: [])  # none is needed any more
+    job, description, index = _job(), pipeline.describe(), Index(folder, settings.file_mode)
     index.describe_pipeline(pipeline.digest, description)
-    notes.append([json.dumps([job, rank, what, pipeline.digest]).encode()])
-    others = _others(notes, job, what)
-    mine = others.pop(rank, set())
+    notes = Notes(folder, "ranks", settings.file_mode)
+    mine, others = _told(notes, job, rank, digest_of([items, *steps_of(description)]), pipeline.digest)
     for other, theirs in others.items():
         different = theirs - mine
         if different and pipeline.digest not in theirs and Notice("ranks differ", os.fspath(folder), job).is_new():
             before = min(different)
             found = pipeline_differences(before, pipeline.digest, index.pipeline(before), description)
-            warnings.warn(
+            warn(
                 f"ranks {other} and {rank} of this job have different keys for the same transforms, so each computes "
                 f"every item for itself. What differs: {'; '.join(found[:NAMED])}. Leave what belongs to one rank or "
                 "run out of the transforms and the functions in them, or out of the key by __cache_key__",
-                CacheWarning,
-                stacklevel=6,
             )
 
 
@@ -137,17 +128,13 @@ def compare_seeds(settings: Settings, states: Any) -> None:
     if not rank or folder is None:
         return
     job, drawn_from = _job(), digest_of(repr(states))
-    notes = Notes(folder, "ranks", settings.file_mode)
-    notes.append([json.dumps([job, rank, _SEEDS, drawn_from]).encode()])
-    others = _others(notes, job, _SEEDS)
-    same = [other for other, theirs in others.items() if other != rank and drawn_from in theirs]
+    _, others = _told(Notes(folder, "ranks", settings.file_mode), job, rank, _SEEDS, drawn_from)
+    same = [other for other, theirs in others.items() if drawn_from in theirs]
     if same and Notice("equal seeds", os.fspath(folder), job).is_new():
-        warnings.warn(
+        warn(
             f"ranks {same[0]} and {rank} of this job have the same seed, so their random transforms draw the same "
             "numbers: seed each rank otherwise, such as with set_determinism(seed + rank), or give the loader "
             "num_workers, which draw by rank",
-            CacheWarning,
-            stacklevel=2,
         )
 
 
@@ -163,14 +150,16 @@ def _job() -> str:
     return digest_of(told or [socket.gethostname(), os.getppid()])
 
 
-def _others(notes: Notes, job: str, what: str) -> dict[str, set[str]]:
-    """The pipelines that stand for the same that the ranks of a job have, by rank."""
+def _told(notes: Notes, job: str, rank: str, what: str, mine: str) -> tuple[set[str], dict[str, set[str]]]:
+    """Notes what this rank has for something, and returns all that it had and what the others have, by rank."""
+    notes.tidy(lambda files: [])  # none is needed any more
+    notes.append([json.dumps([job, rank, what, mine]).encode()])
     running, found = notes.running(), dict[str, set[str]]()
     for name, texts in notes.added().items():
         for text in texts if name in running else ():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 entry: list[Any] = json.loads(text)
-                its_job, rank, its_what, pipeline = map(str, entry)
-                if (its_job, its_what) == (job, what) and rank.isdigit():
-                    found.setdefault(rank, set()).add(pipeline)
-    return found
+                its_job, its_rank, its_what, theirs = map(str, entry)
+                if (its_job, its_what) == (job, what) and its_rank.isdigit():
+                    found.setdefault(its_rank, set()).add(theirs)
+    return found.pop(rank, set()), found

@@ -7,6 +7,7 @@ the methods that a subclass may override.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
@@ -27,7 +28,7 @@ from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.making import ItemMaker, Misses, RecordMaker, Saved, computing, in_words, is_the_users, look
+from monai_gds.dataset.making import Maker, Misses, Saved, computing, in_words, is_the_users, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
@@ -67,19 +68,19 @@ class Runtime:
     """
 
     __slots__ = (
-        "alone", "cache", "cache_form", "cache_owner", "data", "global_draws", "helper", "hidden", "keys", "loops",
-        "misses", "on_values", "owner", "pipeline", "sent", "split", "uses",
+        "alone", "cache", "cache_of", "data", "global_draws", "helper", "hidden", "keys", "loops", "misses",
+        "on_values", "owner", "pipeline", "sent", "split", "uses",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.owner = self.cache_owner = Owner()
+        self.owner = Owner()
         self.split: Split | None = None
         self.data: Any = None  # the dataset that it was made for
         self.sent: tuple[str, str] | None = None  # by the process that this one has its dataset from
         self.keys: ItemKeys | None = None
         self.hidden: Hidden | None = None
         self.cache: CacheDirectory | None = None
-        self.cache_form = Form()
+        self.cache_of: tuple[int, Form] | None = None  # the process that opened it, and the form of items
         self.uses: tuple[Uses, ...] = ()
         self.pipeline: Pipeline | None = None  # whose use was noted last
         self.loops = Loops()
@@ -216,11 +217,9 @@ class Session(NamedTuple):
 
     def cache(self) -> CacheDirectory | None:
         """This process's view of the cache directory: threads, streams and pinned memory do not survive a fork."""
-        runtime = self.runtime
-        if self.settings.cache_dir is not None and (
-            runtime.cache is None or not runtime.cache_owner.is_this_process() or runtime.cache_form != _form(self)
-        ):
-            runtime.cache, runtime.cache_owner, runtime.cache_form = _opened(self), Owner(), _form(self)
+        runtime, wanted = self.runtime, (os.getpid(), _form(self))
+        if self.settings.cache_dir is not None and runtime.cache_of != wanted:
+            runtime.cache, runtime.cache_of = _opened(self), wanted
         return runtime.cache
 
     def begin(
@@ -243,7 +242,7 @@ class Session(NamedTuple):
             items = [data[index] for index in indices]
         cache = self.cache() if split.deterministic else None
         if split.steady is not None and split.steady.given_up:
-            self.items().hidden.tell()
+            self.maker().hidden.tell()
             cache = None
         if cache is None:
             return [Begun(self, *one) for one in zip(items, indices, strict=True)]
@@ -264,20 +263,17 @@ class Session(NamedTuple):
         queue = runtime.queue(split, self.target()) if draws and not is_whole else None
         found: list[Begun] = []
         for item, index, key, one in zip(items, indices, keys, started, strict=True):
-            pending, lazy = (None, one) if one is not None and one.later else (one, None)
-            turn = None if queue is None else Turn(queue, lazy, item)
-            found.append(Begun(self, item, index, cache, key, pending, turn, behind))
+            found.append(Begun(self, item, index, cache, key, one, queue, behind))
         if queue is not None:
-            queue.begin([begun.turn for begun in found if begun.turn is not None])
+            queue.begin(found)
         return found
 
-    def items(self) -> ItemMaker:
-        """Computes items up to their random transforms."""
-        bits = self.settings.options.mantissa_bits
-        self.keys()
-        hidden = self.runtime.hidden
+    def maker(self) -> Maker:
+        """Makes items up to their random transforms, and their records."""
+        transform, bits = self.dataset._pre_transform, self.settings.options.mantissa_bits
+        keys, misses, hidden = self.keys(), self.runtime.misses, self.runtime.hidden
         assert hidden is not None, "it is made with the keys"
-        return ItemMaker(self.dataset._pre_transform, self.target(), _form(self), bits, self.runtime.misses, hidden)
+        return Maker(transform, self.target(), _form(self), bits, misses, hidden, keys)
 
     def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any, behind: bool) -> Any:
         """An item without a record, up to its random transforms; it is computed and saved, perhaps ``behind``."""
@@ -286,18 +282,17 @@ class Session(NamedTuple):
         differ, asked_by = self.keys().differences(), self.settings.asked_by
         if is_the_users(differ, asked_by):
             return _helped(self, cache, key, item, index)
-        maker, of = RecordMaker(self.items(), self.keys(), cache), len(self.dataset.data)
+        maker, of = self.maker(), len(self.dataset.data)
         with computing(differ, asked_by), states_kept(shared() if self.runtime.alone else ()):
-            return maker.fill(key, item, index, of=of, unsupported=options.unsupported, behind=behind)
+            return maker.fill(cache, key, item, index, of=of, unsupported=options.unsupported, behind=behind)
 
     def save(self, index: int, anyway: bool = False, item: Any = None) -> Saved:
-        """Makes the record of an item, see :meth:`RecordMaker.save`, which raises."""
+        """Makes the record of an item, see :meth:`Maker.save`, which raises."""
         settings, cache = self.settings, self.cache()
         assert cache is not None, "the caller has checked that items are cached"
         with computing(self.keys().differences(), settings.asked_by):
-            maker = RecordMaker(self.items(), self.keys(), cache)
             item = self.data[index] if item is None else item
-            return maker.save(item, index, anyway=anyway, convert=settings.converts)
+            return self.maker().save(cache, item, index, anyway=anyway, convert=settings.converts)
 
     def read(self, index: int) -> Any:
         """An item up to its random transforms, as its record holds it; None if it has no usable record."""
@@ -309,11 +304,6 @@ class Session(NamedTuple):
         """Whether there is a record of a key; in a copy that converts, one that may stay as it is."""
         cache = self.cache()
         return cache is not None and cache.holds(key.digest, self.settings.converts)
-
-    def record_path(self, key: Key) -> str:
-        """The path of a key's record, which need not exist; empty without a cache."""
-        cache = self.cache()
-        return "" if cache is None else cache.record_path(key.digest)
 
     def record_form(self) -> Compression:
         """The form in which records are saved.
@@ -401,50 +391,34 @@ _NOT_OF_SUBCLASSES = frozenset(
 )  # fmt: skip
 
 
-class Begun:
-    """An item that :meth:`Session.begin` began. Hundreds are in flight.
+class Begun(Turn):
+    """An item that :meth:`Session.begin` began. Hundreds are in flight."""
 
-    Attributes:
-        turn: its place in the queue of draws; None if nothing is drawn ahead.
-    """
-
-    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_item", "_key", "_pending", "_session", "_since", "turn")
+    __slots__ = ("_arrived", "_behind", "_cache", "_index", "_key", "_pending", "_session", "_since")
 
     def __init__(
         self, session: Session, item: Any, index: Any,
-        cache: CacheDirectory | None = None, key: Key | None = None, pending: PendingItem | None = None,
-        turn: Turn | None = None, behind: bool = True,
+        cache: CacheDirectory | None = None, key: Key | None = None, reading: PendingItem | None = None,
+        queue: Draws | None = None, behind: bool = True,
     ) -> None:  # fmt: skip
+        lazy = reading if reading is not None and reading.later else None
+        super().__init__(queue, lazy, item)
+        self._pending = reading if lazy is None else None
         self._behind = behind  # whether what is written for it may be written in the background
-        self._session, self._item, self._index, self._since = session, item, index, _changes(session)
-        self._cache, self._key, self._pending, self.turn = cache, key, pending, turn
+        self._session, self._index, self._since = session, index, _changes(session)
+        self._cache, self._key = cache, key
         self._arrived: tuple[Any, int] | None = None  # the item, and how many random transforms were run on it
 
     @property
-    def cached(self) -> bool:
-        """Whether the item has a record."""
-        return self._pending is not None or (self.turn is not None and self.turn.lazy is not None)
-
-    @property
     def nbytes(self) -> int:
-        """Size of what is being read, and of what is unpacked from it; 0 if there is no record.
-
-        While the item :attr:`waits` to be drawn, this is the size of all its tensors.
-        """
-        if self._pending is not None:
-            return self._pending.nbytes
-        return 0 if self.turn is None else self.turn.nbytes
-
-    @property
-    def waits(self) -> bool:
-        """Whether the item is still to be drawn. Afterwards ``nbytes`` may be less."""
-        return self.turn is not None and self.turn.waits
+        """As :attr:`Turn.nbytes`; of all that is read of a record that is not drawn."""
+        return super().nbytes if self._pending is None else self._pending.nbytes
 
     def arrive(self) -> None:
         """Waits for the item, or computes it, up to its random transforms. If it fails, the item may be begun again."""
-        turn, drawn = self.turn, None
-        if turn is not None and turn.queue.of is self._session.split():
-            drawn = turn.queue.take(turn)
+        drawn = None
+        if self.queue is not None and self.queue.of is self._session.split():
+            drawn = self.queue.take(self)
         if drawn is not None and self._cache is not None and self._key is not None:
             self._hit(self._cache, self._key)
         try:
@@ -454,16 +428,16 @@ class Begun:
 
     def end(self) -> Any:
         """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
-        session, turn = self._session, self.turn
+        session = self._session
         try:
             item, done = self.taken()
-            with naming(self._index, self._item):
-                if turn is None and session.own_end:
+            with naming(self._index, self.item):
+                if session.own_end:
                     return session.dataset._post_transform(item)
                 return session.runtime.loops.after(session.split(), item, done)
         finally:
-            if turn is not None:
-                turn.queue.go_on()
+            if self.queue is not None:
+                self.queue.go_on()
 
     def taken(self) -> tuple[Any, int]:
         """The item as it arrived, and how many random transforms were run on it."""
@@ -480,14 +454,14 @@ class Begun:
             session = self._session
             differ = session.keys().differences() if session.split().deterministic else {}
             with computing(differ, session.settings.asked_by):
-                return session.items().make(self._item, self._index)
+                return session.maker().make(self.item, self._index)
         if _changes(self._session) != self._since:
-            return self._session.begin([self._index], [self._item], whole=True)[0].finish()
+            return self._session.begin([self._index], [self.item], whole=True)[0].finish()
         pending = self._pending
         # Without a record so far, there may be one now: the item was begun twice, or another process was faster.
-        found = look(cache, key, self._item) if pending is None else pending.wait(self._item)
+        found = look(cache, key, self.item) if pending is None else pending.wait(self.item)
         if found is None:
-            return self._session.fill(cache, key, self._item, self._index, self._behind)
+            return self._session.fill(cache, key, self.item, self._index, self._behind)
         self._hit(cache, key)
         return found[0]
 
@@ -523,22 +497,17 @@ def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index:
     """An item that a process of its own computes and saves, since the settings of this one are others now."""
     runtime, differ, why = session.runtime, session.keys().differences(), "a helper process could not save it"
     try:
-        owner, workers = runtime.helper or (None, None)
-        if owner is None or workers is None or workers.broken or not owner.is_this_process():
-            workers = _helper(session)
-            runtime.helper = Owner(), workers
-        workers.submit((item, index)).result()
+        if runtime.helper is None or runtime.helper[1].broken or not runtime.helper[0].is_this_process():
+            cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            start = "forkserver" if cuda else "fork"  # threads would not do
+            runtime.helper = Owner(), Workers(partial(_save, session.for_worker()), 1, start)
+        runtime.helper[1].submit((item, index)).result()
     except (ValueError, AssertionError, NotSaved, UnsupportedType, WorkerDied) as e:  # daemons may have no children
         raise RuntimeError(in_words(differ, f"{why} ({e})")) from e
     found = look(cache, key, item)
     if found is None:
         raise RuntimeError(in_words(differ, why))
     return found[0]
-
-
-def _helper(session: Session) -> Workers[Saved]:
-    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return Workers(partial(_save, session.for_worker()), 1, "forkserver" if cuda else "fork")  # threads would not do
 
 
 def _save(session: Session, what: tuple[Any, Any]) -> Saved:
@@ -568,11 +537,16 @@ def _opened(session: Session) -> CacheDirectory:
     options, here = settings.options, device == settings.device
     storage = open_storage(settings.backend if here else "auto", device, **(settings.backend_options if here else {}))
     folder, uses = settings.folders[0], _uses(session)
+
+    def budget(which: int, nbytes: int | None, argument: str) -> Budget:
+        of = str(settings.folders[which])
+        return Budget(of, nbytes, uses[which], settings.began, settings.file_mode, argument)
+
     shared: dict[str, Any] = {
         "durable": options.durable, "verify": options.verify, "mmap": options.mmap, "form": _form(session),
         "compression": session.record_form(), "file_mode": settings.file_mode, "run": settings.began,
         "index": Index(folder, settings.file_mode), "unmade": settings.unmade, "uses": uses[:1],
-        "budget": _budget(session, 0, settings.max_bytes, "max_bytes"),
+        "budget": budget(0, settings.max_bytes, "max_bytes"),
     }  # fmt: skip
     kept = settings.device_bytes if device.type == "cuda" else 0
     if settings.local_dir is None:
@@ -580,14 +554,7 @@ def _opened(session: Session) -> CacheDirectory:
     of_copies = {
         "index": None, "copies": True, "unmade": settings.local_unmade,
         "uses": uses,  # using a copy is using the shared record too
-        "budget": _budget(session, 1, settings.local_bytes, "local_bytes"),
+        "budget": budget(1, settings.local_bytes, "local_bytes"),
     }  # fmt: skip
     near = CacheDirectory(settings.local_dir, storage, device_bytes=kept, **{**shared, **of_copies})
     return TwoTiers(near, session.runtime.may_write_later(), folder, storage, **shared)
-
-
-def _budget(session: Session, which: int, nbytes: int | None, argument: str) -> Budget:
-    """The limit of one of the cache's folders, which may be written there."""
-    settings = session.settings
-    uses = _uses(session)[which]
-    return Budget(str(settings.folders[which]), nbytes, uses, settings.began, settings.file_mode, argument)

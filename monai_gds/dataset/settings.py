@@ -6,16 +6,19 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from monai.data import CacheDataset
 from monai.transforms import Transform
 
 from monai_gds.base.notices import Notice
 from monai_gds.base.units import bytes_of
+from monai_gds.errors import meant
 from monai_gds.folder.directory import check_writable, folder_named, prepare, tidy
 from monai_gds.items.rounding import check_bits
 from monai_gds.keys.sources import Policy
@@ -137,7 +140,8 @@ class CacheOptions:
         if not isinstance(given, Mapping):
             raise TypeError(f"options={given!r}: give CacheOptions(...), or a dict such as {{'verify': 'always'}}")
         if wrong := sorted(given.keys() - _NAMES):
-            raise TypeError(f"CacheOptions has no option {wrong[0]!r}: help(CacheOptions) lists those it has")
+            hint = meant(wrong[0], _NAMES, "help(CacheOptions) lists those it has")
+            raise TypeError(f"CacheOptions has no option {wrong[0]!r}{hint}")
         return cls(**given)
 
     def once(self) -> CacheOptions:
@@ -148,12 +152,24 @@ class CacheOptions:
 _NAMES = frozenset(one.name for one in fields(CacheOptions))
 
 
-def refuse(given: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that ``GDSDataset`` does not have. For an option, it tells where to give it."""
+def refuse(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises TypeError for arguments that ``GDSDataset`` does not have, with what to write instead.
+
+    Args:
+        given: the arguments, by name.
+        known: the names of those it has.
+    """
+    theirs = signature(CacheDataset).parameters
     for name in sorted(given):
         if name in _NAMES:
             raise TypeError(f"{name}= is options=CacheOptions({name}=...)")
-        raise TypeError(f"GDSDataset has no argument {name!r}: help(GDSDataset) lists those it has")
+        if name in theirs:
+            raise TypeError(
+                f"GDSDataset has no argument {name!r}, which is CacheDataset's: leave it out. populate=True caches all "
+                "items in the constructor, and dataset.populate(num_workers=N) does so in N processes"
+            )
+        hint = meant(name, [*known, *theirs], "help(GDSDataset) lists those it has")
+        raise TypeError(f"GDSDataset has no argument {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -291,7 +307,7 @@ def check_data(data: Any, hash_func: Any = repr, hash_transform: Any = None) -> 
         raise TypeError("data is a DataFrame: give its rows as dicts, such as data.to_dict('records') in pandas")
     by_number = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not by_number or isinstance(data, (Mapping, str, bytes)):
-        raise TypeError(f"data is a {type(data).__name__}: give a sequence of items, such as a list of dicts")
+        raise TypeError(f"data is of type {type(data).__name__}: give a sequence of items, such as a list of dicts")
 
 
 def mode_given(file_mode: int | None) -> int:

@@ -19,7 +19,6 @@ from monai_gds.folder import maintenance
 from monai_gds.folder.budget import limit_of
 from monai_gds.folder.explain import Nearest
 from monai_gds.folder.index import Index
-from monai_gds.keys.key import Key
 from monai_gds.pipeline.ahead import drawn_ahead, may_crop, why_not
 from monai_gds.pipeline.parts import name_of, parts
 from monai_gds.pipeline.split import cacheable_after
@@ -36,7 +35,7 @@ def describe(session: Session) -> str:
         *_limits(session),
         ("cached", _names(split.deterministic) or "nothing"),
         ("each epoch", _names(split.rest) or "nothing"),
-        ("split", _split(split.deterministic, split.rest)),
+        ("split", _split(split.rest)),
     ]
     rows += _random(session)
     if session.caches:
@@ -86,7 +85,7 @@ def _pipeline(session: Session) -> str:
         return f"none: {e}"
 
 
-def _split(deterministic: Sequence[Any], rest: Sequence[Any]) -> str:
+def _split(rest: Sequence[Any]) -> str:
     if not rest:
         return "at the end: no transform is random"
     later = cacheable_after(rest)
@@ -141,17 +140,19 @@ def _sources(session: Session) -> str:
 
 def explain(session: Session, index: int) -> str:
     """Whether an item has a record, and where. If not, the most similar record and how it differs."""
-    if not session.caches or session.settings.cache_dir is None:
+    cache = session.cache() if session.caches else None
+    if cache is None:
         return f"item {index} is computed at every access: nothing is cached"
     session.flush()
     key = session.key(index)
-    if session.holds(key):
-        lines = _hit(session, index, key)
+    path = cache.record_path(key.digest)
+    if cache.holds(key.digest):
+        lines = _hit(session, index, path, cache.why_unusable(key.digest))
     else:
-        near = nearest_record(Index(session.settings.cache_dir), key)
-        lines = [f"item {index} is a miss: there is no {session.record_path(key)}", *_lines(near)]
+        near = nearest_record(Index(cache.path), key)
+        lines = [f"item {index} is a miss: there is no {path}", *_lines(near)]
         if near.entry is not None and near.entry.item != key.item:
-            before = maintenance.key_in(f"{session.settings.cache_dir}/{near.entry.name}").get("columns")
+            before = maintenance.key_in(cache.record_path(near.entry.digest)).get("columns")
             now = session.keys().columns(session.data[index])
             before = before if isinstance(before, dict) else now
             if differ := [repr(name) for name in sorted({*before, *now}) if before.get(name) != now.get(name)]:
@@ -165,9 +166,8 @@ def explain(session: Session, index: int) -> str:
     return printable("\n".join(lines))
 
 
-def _hit(session: Session, index: int, key: Key) -> list[str]:
-    path, cache = session.record_path(key), session.cache()
-    if cache is not None and (why := cache.why_unusable(key.digest)):
+def _hit(session: Session, index: int, path: str, why: str | None) -> list[str]:
+    if why:
         return [f"item {index} is computed at every access: {path} cannot be used here and is not replaced: {why}"]
     found = maintenance.look(path)
     packed = f" {found.packed}" if found is not None and found.packed else ""

@@ -179,8 +179,8 @@ def speed(device: str | None, folder: str) -> dict[str, Any]:
 
     free = os.statvfs(folder)
     nbytes = min(_MEASURED_BYTES, free.f_bavail * free.f_frsize // _FREE_SHARE) // 4096 * 4096
-    if nbytes < 4096:
-        raise OSError("the drive is full")
+    if nbytes < 1 << 20:
+        raise OSError("a tenth of the free space is less than 1 MiB")
     path, target = Path(folder) / "speed.bin", resolve_device(device)
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).to(target)
     name, _ = choose_backend("auto", target)

@@ -64,12 +64,17 @@ def write(directory: str | os.PathLike[str], nbytes: int | None) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with Notes(directory, "budget").folder(make=True) as folder:
-        if nbytes is not None:
-            publish(os.path.abspath(directory), _NAME, json.dumps({"bytes": nbytes}).encode(), into=folder)
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(_NAME, dir_fd=folder)
+    try:
+        with Notes(directory, "budget").folder(make=True) as folder:
+            if nbytes is not None:
+                publish(os.path.abspath(directory), _NAME, json.dumps({"bytes": nbytes}).encode(), into=folder)
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_NAME, dir_fd=folder)
+    except OSError as e:
+        if e.filename is not None:
+            e.filename = os.path.join(directory, e.filename)  # which is opened by its name in the directory
+        raise
 
 
 def limit_of(directory: str | os.PathLike[str], given: int | None) -> int | None:

@@ -20,7 +20,6 @@ import re
 import shutil
 import stat
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Literal
 
 from monai_gds import limits
 from monai_gds.base.file_systems import LOCAL, kind_of_folder, opened
-from monai_gds.errors import CacheWarning, FileChanged, NewerRecord, NotSaved, RecordError
+from monai_gds.errors import FileChanged, NewerRecord, NotSaved, RecordError, warn
 from monai_gds.folder.budget import LOOK_AGAIN, Budget, OverBudget
 from monai_gds.folder.index import Index, IndexEntry
 from monai_gds.folder.reads import ReadLists
@@ -366,7 +365,7 @@ def prepare(path: str | os.PathLike[str], argument: str = "cache_dir") -> bool:
             raise ValueError(f"{argument}={path!r} is a file: name a directory (it is made when it is missing)")
     except OSError as e:
         lost, advised = "cached" if argument == "cache_dir" else "copied", with_advice(e, argument)
-        warnings.warn(f"{argument}={path!r} cannot be made, so nothing is {lost}: {advised}", CacheWarning, 2)
+        warn(f"{argument}={path!r} cannot be made, so nothing is {lost}: {advised}")
         return False
     tidy(path)
     return True
@@ -387,6 +386,7 @@ def check_writable(path: str | os.PathLike[str] | None) -> None:
             temporary.create(inner, name, b"x" * 4096)
             os.unlink(name, dir_fd=inner)
     except OSError as e:
+        e.filename = None if e.filename == name else e.filename  # the small file's says nothing
         raise NotSaved(f"strict=True, and nothing can be saved in {folder}: {with_advice(e)}") from e
 
 

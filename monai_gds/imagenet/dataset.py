@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from monai_gds.errors import BackendUnavailable, BrokenImage
+from monai_gds.errors import BackendUnavailable, BrokenImage, meant
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
 from monai_gds.imagenet.dali.decoding import Decoding
@@ -378,6 +377,6 @@ def _shard(shard_id: int | None, num_shards: int | None) -> tuple[int, int]:
 def _refuse(others: Mapping[str, Any]) -> None:
     """Raises a TypeError for an argument that there is not, with the one that was probably meant."""
     for name in others:
-        close = get_close_matches(name, inspect.signature(ImageNetDataset).parameters, 1)
-        hint = f": do you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"ImageNetDataset has no argument {name!r}{hint}")
+        raise TypeError(
+            f"ImageNetDataset has no argument {name!r}{meant(name, inspect.signature(ImageNetDataset).parameters)}"
+        )

@@ -12,18 +12,20 @@ import enum
 import functools
 import glob
 import hashlib
+import importlib.util
 import os
 import re
 import sys
 import types
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from monai_gds.errors import HashingError
-from monai_gds.keys.of_libraries import OPTIONS
-from monai_gds.keys.origin import (
+from monai_gds.keys.libraries import (
     HEAP_TYPE,
+    OPTIONS,
     as_in_the_script,
     file_of,
     is_installed,
@@ -41,7 +43,6 @@ from monai_gds.keys.reads import (
     as_plain,
     attributes_of,
     contents_of,
-    imports_of,
     own_attribute,
     read_by,
     reads_of,
@@ -77,44 +78,57 @@ _REFLECTING = {
 }
 
 
+@dataclass(slots=True)
+class HashedTransforms:
+    """What hashing transforms gave and met."""
+
+    digest: str = ""  # 32 hex digits
+    description: dict[str, str] = field(default_factory=dict)  # ``{attribute path: short text}`` of all that counts
+    strings: set[str] = field(default_factory=set)  # every string met, except in transforms that write files
+    written: set[str] = field(default_factory=set)  # those in transforms that do
+    devices: set[str] = field(default_factory=set)  # types of the devices named, such as ``"cuda"``
+    requires_grad: bool = False  # whether a tensor requires a gradient, so that the grad mode matters
+    generators: list[Any] = field(default_factory=list)  # random generators met
+    functions: list[types.FunctionType] = field(default_factory=list)  # the user's own
+
+
 class Definitions:
     """Hashes the user's functions, classes and modules that values name: after the values, each once.
 
-    The arguments are those of :class:`~monai_gds.keys.hashing.Values`.
-
-    Attributes:
-        description: ``{attribute path: short text}`` of everything that counts; None if it is not wanted.
-        strings: every string met, except in transforms that write files.
-        written: every string met in transforms that do.
-        devices: the types of the devices named, such as ``"cuda"``.
-        requires_grad: whether a tensor requires a gradient.
-        writes_files: greater than 0 inside a transform that writes the files it names.
+    Args:
+        root: see :func:`~monai_gds.keys.hashing.hash_item`.
+        exact: whether devices, random states and the sign of a NaN count.
+        describes: whether to collect descriptions and strings.
+        ordered: whether the order of dicts counts.
+        by_source: whether code counts by its syntax tree where its source is there.
     """
 
     #: Containers with more members are described by their digest.
     _MOST_DESCRIBED = 32
 
-    def __init__(self, *, exact: bool, describes: bool, ordered: bool) -> None:
-        self._exact, self._ordered = exact, ordered
-        self.description: dict[str, str] | None = {} if describes else None
-        self.by_source = True  # whether code counts by its syntax tree where its source is there
-        self.strings: set[str] = set()
-        self.written: set[str] = set()
-        self.devices: set[str] = set()
-        self.requires_grad = False
-        self.writes_files = 0
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        exact: bool = False,
+        describes: bool = False,
+        ordered: bool = False,
+        by_source: bool = True,
+    ) -> None:
+        self._root, self._exact, self._ordered, self._by_source = root, exact, ordered, by_source
+        self._describes, self._silent = describes, False
+        self.met = HashedTransforms()
+        self.writes_files = False  # whether this is inside a transform that writes the files it names
         self._open: dict[int, int] = {}  # depths of the objects being hashed, by id
-        self.defined: dict[int, tuple[Any, str]] = {}  # the user's own functions and classes met so far
-        # Digests of the user's enums, each with whether it was met where strings are not collected.
-        self._enums: dict[tuple[type, bool], bytes] = {}
-        self._in_enum = False
+        # The user's own functions and classes met so far, by id; enums also by whether it was in what writes files.
+        self._defined: dict[tuple[int, bool], tuple[Any, str]] = {}
         self._classes: dict[bytes, type] = {}  # the user's own, by name: a function may make several of one name
         # Ids of the variables of modules, by the digest of what is alike in the user's functions that read them.
-        self.namespaces: dict[bytes, list[int]] = {}
+        self._namespaces: dict[bytes, list[int]] = {}
         self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # the user's own that are handed on
-        self.names: set[str] = set()  # that the user's functions read
+        self._names: set[str] = set()  # that the user's functions read
         self._read: set[tuple[int, str]] = set()  # members of modules and functions that count already, by their ids
-        self.files: set[str] = set()  # with the user's code
+        self._files: set[str] = set()  # with the user's code
 
     @abstractmethod
     def digest(self, value: Any, where: str) -> bytes:
@@ -123,7 +137,7 @@ class Definitions:
     def each(self, values: Iterable[Any], where: str) -> list[bytes]:
         """The digests of several values."""
         members = list(values)
-        if self.description is None or len(members) <= self._MOST_DESCRIBED:
+        if not self._describes or len(members) <= self._MOST_DESCRIBED:
             return [self.digest(v, f"{where}[{i}]") for i, v in enumerate(members)]
         with self.silence():
             found = [self.digest(v, where) for v in members]
@@ -141,8 +155,8 @@ class Definitions:
 
     def describe(self, where: str, text: str) -> None:
         """Notes what is at an attribute path."""
-        if self.description is not None:
-            self.description[where] = text
+        if self._describes and not self._silent:
+            self.met.description[where] = text
 
     def describe_library(self, library: bytes) -> None:
         """Notes the version of a library that something is from."""
@@ -153,18 +167,18 @@ class Definitions:
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
         """Suspends the description. Strings are still collected."""
-        kept, self.description = self.description, {} if self.description is not None else None
+        outer, self._silent = self._silent, True
         try:
             yield
         finally:
-            self.description = kept
+            self._silent = outer
 
     def is_device(self, name: Any, value: Any) -> bool:
         """Whether this is a transform's device, which does not count: another device gives the same item."""
         is_named = isinstance(name, str) and name.strip("_").lower() in ("device", "devices")
         if self._exact or not is_named or not _names_device(value):
             return False
-        self.devices.update(re.findall(_DEVICE, str(value)))
+        self.met.devices.update(re.findall(_DEVICE, str(value)))
         return True
 
     def definitions(self) -> list[bytes]:
@@ -177,14 +191,18 @@ class Definitions:
         done = 0
         let_pass: tuple[type[Exception], ...] = ()
         while True:
-            while done < len(self.defined):
-                for value, where in list(self.defined.values())[done:]:
+            while done < len(self._defined):
+                for (_, writes), (value, where) in list(self._defined.items())[done:]:
+                    self.writes_files = writes
                     done += 1
                     with contextlib.suppress(*let_pass):
                         found.add(self._definition(value, where))
+            self.writes_files = False
             modules = len(self._modules)
             members = {*self._members_of_modules(), *self._attributes()}
-            if not members and done == len(self.defined) and modules == len(self._modules):
+            if not members and done == len(self._defined) and modules == len(self._modules):
+                self.met.functions = [v for v, _ in self._defined.values() if isinstance(v, types.FunctionType)]
+                self.met.strings -= self._files
                 return sorted(found)
             found |= members
             let_pass = (HashingError,)  # perhaps nobody reads what is defined there
@@ -199,6 +217,8 @@ class Definitions:
 
     def class_body(self, cls: type) -> list[bytes]:
         """The digests of the members and bases of a class."""
+        if issubclass(cls, enum.Enum):
+            return self._enum_body(cls, class_place(cls))
         members = {k: v for k, v in vars(cls).items() if k not in _CLASS_NOISE and not isinstance(v, _SLOTS)}
         if hasattr(cls, "__cache_key__"):  # it declares which data count; code counts all the same
             members = {k: v for k, v in members.items() if callable(v) or hasattr(v, "__get__")}
@@ -211,13 +231,22 @@ class Definitions:
         where = class_place(cls)
         return [*self.pairs(members, where), *self.each(cls.__bases__, where + "'s bases")]
 
+    def _enum_body(self, cls: type[enum.Enum], where: str) -> list[bytes]:
+        values = {name: member.value for name, member in cls.__members__.items()}
+        own = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS) or not _is_private(k)}
+        others = {k: v for k, v in own.items() if k not in values}
+        attributes = {name: held for name, member in cls.__members__.items() if (held := _of_member(member))}
+        members = [part for held in (values, others, attributes) for part in self.pairs(held, where)]
+        order = self.each(list(values), where) if self._ordered and len(values) > 1 else []
+        return [*members, *order, *self.each(cls.__bases__, f"{where}'s bases")]
+
     def _globals(self, function: types.FunctionType, where: str) -> Iterable[bytes]:
         """Digests of what a function reads from its module, the user's other modules, and the user's functions."""
         reads, variables = reads_of(function.__code__), function.__globals__
         # of what a library's decorator made, the library's variables may be anything, such as locks
         let_pass = () if library_of(variables.get("__name__", "")) is None else (HashingError,)
-        self.names |= reads.names
-        self.files.add(str(variables.get("__file__")))
+        self._names |= reads.names
+        self._files.add(str(variables.get("__file__")))
         for name in sorted(reads.variables.keys() & variables.keys()):
             if not self.is_device(name, variables[name]):
                 value = as_in_the_script(name, variables[name])
@@ -251,7 +280,8 @@ class Definitions:
 
         A module that was not imported so far counts by its file, with those that it imports in turn.
         """
-        for module, member, name in imports_of(code, package):
+        for dotted, member, name in reads_of(code).imports:
+            module = importlib.util.resolve_name(dotted, package)
             if is_installed(module.partition(".")[0]):
                 continue
             for end, letter in enumerate(f"{module}.{member}."):
@@ -267,16 +297,14 @@ class Definitions:
 
     def _file(self, file: str, module: str, where: str) -> Iterator[bytes]:
         """The digest of a file of the user's with code that was not imported, and those that it would import."""
-        if file in self.files:
+        if file in self._files:
             return
-        self.files.add(file)
-        tree, content = tree_of_file(file)
-        parts = [content] if tree is None else self.tree(tree, f"{where}'s {module}")
-        yield join([b"file", module.encode(), *parts])
-        if tree is not None:
+        self._files.add(file)
+        tree, code = tree_of_file(file)
+        yield join([b"file", module.encode(), *self.tree(tree, f"{where}'s {module}")])
+        if code is not None:
             is_package = os.path.basename(file) == "__init__.py"
-            assert tree.code is not None
-            yield from self._imported(tree.code, module if is_package else module.rpartition(".")[0], where)
+            yield from self._imported(code, module if is_package else module.rpartition(".")[0], where)
 
     def _members_of_modules(self) -> Iterator[bytes]:
         """What any of the user's functions may read of modules that are handed on, each member once.
@@ -294,7 +322,7 @@ class Definitions:
                 for folder in getattr(module, "__path__", ()):
                     for file in sorted(glob.glob(f"{glob.escape(folder)}/**/*.py", recursive=True)):
                         yield from self._file(file, module.__name__ + file[len(folder) :], where)
-            for name in sorted(self.names & vars(module).keys()):
+            for name in sorted(self._names & vars(module).keys()):
                 member = vars(module)[name]
                 if (id(module), name) not in self._read and not self.is_device(name, member):
                     self._read.add((id(module), name))
@@ -305,10 +333,10 @@ class Definitions:
 
     def _attributes(self) -> Iterator[bytes]:
         """What any of the user's functions may look at of others, and of classes, beside what they do; each once."""
-        for value, where in list(self.defined.values()):
+        for value, where in list(self._defined.values()):
             own = vars(value) if isinstance(value, types.FunctionType) else {}
-            reflected = {name for name, told_by in _REFLECTING.items() if not self.names.isdisjoint(told_by)}
-            for name in sorted(reflected | (self.names & own.keys())):
+            reflected = {name for name, told_by in _REFLECTING.items() if not self._names.isdisjoint(told_by)}
+            for name in sorted(reflected | (self._names & own.keys())):
                 if (id(value), name) not in self._read:
                     self._read.add((id(value), name))
                     if name == "__dict__":
@@ -417,9 +445,9 @@ class Code(Definitions):
             held = [self.part(held, paths, f"{where}'s variable {name}") for held in contents_of(cell)]
             parts += [b"device"] if is_device else held or [b"not set"]
         if library is None:
-            self.defined.setdefault(id(value), (value, where))
+            self._defined.setdefault((id(value), False), (value, where))
             # the same code in files that were loaded under one name reads the variables of its own file
-            found, own = self.namespaces.setdefault(join(parts), []), id(value.__globals__)
+            found, own = self._namespaces.setdefault(join(parts), []), id(value.__globals__)
             if own not in found:
                 found.append(own)
             if place := found.index(own):
@@ -427,7 +455,7 @@ class Code(Definitions):
         return parts
 
     def _code(self, code: types.CodeType, where: str) -> list[bytes]:
-        tree = tree_of(code) if self.by_source else None
+        tree = tree_of(code) if self._by_source else None
         if tree is not None:
             return [b"syntax", repr(sorted(code.co_freevars)).encode(), *self.tree(tree, where)]
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -443,42 +471,15 @@ class Code(Definitions):
             return [*parts, *self.each([base for base in cls.__mro__ if library_of_class(base) is None], where)]
         if library_of_class(type(cls)) is None:
             parts.append(self.digest(type(cls), where))
-        if issubclass(cls, enum.Enum):
-            values = {name: member.value for name, member in cls.__members__.items()}
-            own = {k: v for k, v in vars(cls).items() if isinstance(v, _METHODS) or not _is_private(k)}
-            others = {k: v for k, v in own.items() if k not in values}
-            attributes = {name: held for name, member in cls.__members__.items() if (held := _of_member(member))}
-            members = [part for held in (values, others, attributes) for part in self.pairs(held, where)]
-            members += self.each(list(values), where) if self._ordered and len(values) > 1 else []
-            return [*parts, *members, *self.each(cls.__bases__, f"{where}'s bases")]
         if "<locals>" in cls.__qualname__ or self._classes.setdefault(parts[1], cls) is not cls:  # an ambiguous name
             return [*parts, *self.class_body(cls)]
-        self.defined.setdefault(id(cls), (cls, where))
+        self._defined.setdefault((id(cls), self.writes_files and issubclass(cls, enum.Enum)), (cls, where))
         return parts
 
     def own_code(self, cls: type, where: str) -> list[bytes]:
         """The digest of a class of values that count by what they hold; empty if no code of a user's is in it."""
         is_users = cls.__flags__ & HEAP_TYPE and any(library_of_class(base) is None for base in cls.__mro__)
         return [self.digest(cls, where)] if is_users else []
-
-    def of_enum(self, cls: type) -> bytes:
-        """The digest of a user's enum, made once: an item may have hundreds of its members.
-
-        It is made as if nothing else were being hashed, so that it is the same wherever the enum is met first. Enums
-        within it, which may refer back to it, are hashed where they are.
-        """
-        where = class_place(cls)
-        if self._in_enum:
-            return self.digest(cls, where)
-        known = cls, self.writes_files > 0
-        if known not in self._enums:
-            outer, self._open, self._in_enum = self._open, {}, True
-            try:
-                self._enums[known] = self.digest(cls, where)
-            finally:
-                self._open, self._in_enum = outer, False
-        self.describe(where, f"code {self._enums[known].hex()[:8]}")
-        return self._enums[known]
 
     def named(self, cls: type) -> bytes:
         self.describe_library(library_of(cls.__module__) or b"")

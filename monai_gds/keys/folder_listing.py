@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections import Counter
-from collections.abc import Collection, Iterator
 from typing import TypeAlias
 
 import xxhash
@@ -90,16 +88,6 @@ def _unreadable(path: str, prefix: str) -> FolderEntry:
     return _without_stat(prefix, MISSING)
 
 
-def changed_at(path: str, entries: list[FolderEntry]) -> int:
-    """When the last file of a listed folder was changed, or one was added or removed, in ns (ctime)."""
-    times = [ctime for *_, ctime in entries]
-    for prefix, kind, *_ in entries:
-        if kind == FOLDER:
-            with contextlib.suppress(OSError):
-                times.append(os.stat(path + "/" + prefix).st_ctime_ns)
-    return max(times, default=0)
-
-
 def digest_of_folder(entries: list[FolderEntry], contents: list[bytes]) -> str:
     """The hash of names, kinds, sizes and contents, in the order of the listing."""
     hashed = xxhash.xxh3_128()
@@ -109,48 +97,5 @@ def digest_of_folder(entries: list[FolderEntry], contents: list[bytes]) -> str:
     return hashed.hexdigest()
 
 
-#: What a file or a folder was: mode, device, inode, size, mtime, ctime. None if there was neither.
-State: TypeAlias = "tuple[int, int, int, int, int, int] | None"
-
-
-def state_of(path: str) -> State:
-    """The state of a file or a folder now."""
-    try:
-        st = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return st.st_mode, st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
-
-
 #: The end of a path that stands for the names in a folder.
 NAMES = "/*"
-
-
-def as_folders(files: Collection[str], listed: Collection[str], written: Collection[str]) -> Iterator[str]:
-    """What stands for files that were read, and for folders that were listed.
-
-    A folder stands for all that is in it, if many of its files were read and none was written. Otherwise the files
-    do, and for a folder that was listed, its path and :data:`NAMES`. Modules are left out of this: what Python writes
-    beside them does not count.
-    """
-    left = {path for path in files if not path.endswith(".py")}
-    below = Counter(folder for path in left for folder in _above(path))
-    whole: list[str] = []
-    for folder in sorted(below, key=lambda folder: -folder.count("/")):
-        most = limits.READ_LISTED_FILES if folder in listed else limits.READ_FILES
-        if below[folder] > most and not any(path.startswith(folder + "/") for path in written):
-            inside = {path for path in left if path.startswith(folder + "/")}
-            if len(inside) > most:
-                left -= inside
-                whole.append(folder)
-    yield from whole
-    yield from (path for path in files if path in left or path.endswith(".py"))
-    yield from (
-        folder.rstrip("/") + NAMES for folder in listed if not any(f"{folder}/".startswith(f"{one}/") for one in whole)
-    )
-
-
-def _above(path: str) -> Iterator[str]:
-    """The folders that a file is in, except the root and those directly below it."""
-    while (path := os.path.dirname(path)).count("/") > 1:
-        yield path

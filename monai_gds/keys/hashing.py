@@ -1,17 +1,15 @@
 """A canonical hash of Python values: equal in every process and run, whatever the memory layout.
 
-Used for the items of a dataset and for its transforms. A value counts by its contents: types, data, and code
-(:mod:`monai_gds.keys.code`). Identity, sharing, and the order of dicts and sets do not count. Of dicts that transforms
-hold, the order counts: a transform may make a channel of each member.
-
-Everything in an item counts, since transforms pass it on. Of transforms, some state is left out:
+A value counts by its contents: types, data, and code (:mod:`monai_gds.keys.code`). Identity, sharing, and the order of
+dicts and sets do not count. Everything in an item counts, since transforms pass it on. Of transforms, some state does
+not:
 
 * a device: anything that names one (a ``torch.device``, ``"cuda:1"``, None) and is called ``device``;
 * random state: generators of NumPy, Python and torch;
-* what objects of libraries remember of calls (:mod:`monai_gds.keys.of_libraries`).
+* what objects of libraries remember of calls (:mod:`monai_gds.keys.libraries`).
 
-The walk also describes transforms, so that two pipelines can be compared (:mod:`monai_gds.folder.explain`), and
-collects strings, which may name files.
+The order of their dicts does count: a transform may make a channel of each member. The walk also describes transforms,
+so that two pipelines can be compared (:mod:`monai_gds.folder.explain`), and collects strings, which may name files.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,9 +41,17 @@ import xxhash
 
 from monai_gds.base.names import below
 from monai_gds.errors import HashingError
-from monai_gds.keys.code import Code, join
-from monai_gds.keys.of_libraries import BY_TYPE, COMPUTED, TRANSIENT, writes_files
-from monai_gds.keys.origin import as_in_the_script, is_made_in_python, library_of, library_of_class, module_name
+from monai_gds.keys.code import Code, HashedTransforms, join
+from monai_gds.keys.libraries import (
+    BY_TYPE,
+    COMPUTED,
+    TRANSIENT,
+    as_in_the_script,
+    is_made_in_python,
+    library_of,
+    module_name,
+    writes_files,
+)
 from monai_gds.keys.reads import attributes_of, in_class, own_attribute
 
 _RANDOM_STATES = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
@@ -66,18 +71,12 @@ _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
 
 def canonical_hash(value: Any) -> bytes:
-    """Hashes a value canonically; see the module's docstring.
+    """Hashes plain data, arrays, tensors, functions, and objects made of them: 32 hex digits, as MONAI's ``hash_func``.
 
     A class can declare which of its data count by a method ``__cache_key__(self)`` that returns plain data.
 
-    Args:
-        value: plain data, arrays, tensors, functions, and objects made of them.
-
-    Returns:
-        32 hex digits as ASCII bytes, as MONAI's ``hash_func`` returns.
-
     Raises:
-        HashingError: the value holds something without a stable content (a lock, an open file, a generator…).
+        HashingError: the value holds something without a stable content (a generator, a data frame…).
 
     Example:
         >>> canonical_hash({"a": 1, "b": 2}) == canonical_hash({"b": 2, "a": 1})
@@ -87,30 +86,13 @@ def canonical_hash(value: Any) -> bytes:
 
 
 def hash_item(item: Any, root: str | None = None) -> str:
-    """Hashes an item of a dataset, as 32 hex digits. Everything in it counts, since transforms pass it on.
+    """Hashes an item of a dataset as :func:`canonical_hash` does, but everything in it counts.
 
     Args:
-        item: as for :func:`canonical_hash`.
+        item: the item.
         root: paths below this folder count by the part that follows it.
-
-    Raises:
-        HashingError: as by :func:`canonical_hash`.
     """
     return Values(root, exact=True).hash(item, "item")
-
-
-@dataclass(frozen=True, slots=True)
-class HashedTransforms:
-    """The result of hashing transforms."""
-
-    digest: str = ""  # 32 hex digits
-    description: dict[str, str] = field(default_factory=dict)  # ``{attribute path: short text}`` of all that counts
-    strings: frozenset[str] = frozenset()  # every string met, except in transforms that write files
-    written: frozenset[str] = frozenset()  # those in transforms that do
-    devices: frozenset[str] = frozenset()  # types of the devices named, such as ``"cuda"``, whose settings may matter
-    requires_grad: bool = False  # whether a tensor requires a gradient, so that the grad mode matters
-    functions: tuple[types.FunctionType, ...] = ()  # the user's own
-    generators: tuple[Any, ...] = ()  # random generators met
 
 
 def hash_transforms(
@@ -120,40 +102,17 @@ def hash_transforms(
 
     Code counts by its bytecode, without ``by_source``: what was pickled by value has no source elsewhere.
     """
-    hasher = Values(root, describes=True, ordered=True)
-    hasher.by_source = by_source
+    hasher = Values(root, describes=True, ordered=True, by_source=by_source)
     digests = []
     for i, transform in enumerate(transforms):
         name = own_attribute(transform, "__qualname__") or type(transform).__qualname__
         digests.append(hasher.digest(transform, f"transforms[{i}] {name}"))
-    return HashedTransforms(
-        join([*digests, *hasher.definitions()]).hex(),
-        hasher.description or {},
-        frozenset(hasher.strings - hasher.files),
-        frozenset(hasher.written),
-        frozenset(hasher.devices),
-        hasher.requires_grad,
-        tuple(value for value, _ in hasher.defined.values() if isinstance(value, types.FunctionType)),
-        tuple(hasher.generators),
-    )
+    hasher.met.digest = join([*digests, *hasher.definitions()]).hex()
+    return hasher.met
 
 
 class Values(Code):
-    """Hashes values: one walk over a value. Code is hashed by :class:`~monai_gds.keys.code.Code`.
-
-    Args:
-        root: see :func:`hash_item`.
-        exact: whether devices, random states and the sign of a NaN count.
-        describes: whether to fill ``description`` and ``strings``.
-        ordered: whether the order of dicts counts.
-    """
-
-    def __init__(
-        self, root: str | None = None, *, exact: bool = False, describes: bool = False, ordered: bool = False
-    ) -> None:
-        super().__init__(exact=exact, describes=describes, ordered=ordered)
-        self._root = root
-        self.generators: list[Any] = []  # random generators met
+    """Hashes values: one walk over a value. Code is hashed by :class:`~monai_gds.keys.code.Code`."""
 
     def hash(self, value: Any, where: str) -> str:
         """The hash of a value, as 32 hex digits."""
@@ -205,28 +164,25 @@ class Values(Code):
     def _plain(self, value: Any, where: str) -> list[bytes] | None:
         """The parts of a value that holds no others; None for any other value."""
         if isinstance(value, (str, pathlib.PurePath)) and not isinstance(value, enum.Enum):
-            if self.description is not None:
-                (self.written if self.writes_files else self.strings).add(str(value))
+            if self._describes:
+                (self.met.written if self.writes_files else self.met.strings).add(str(value))
             rest = None if self._root is None else below(str(value), self._root)
             if rest is not None:
                 self.describe(where, f"<root>{rest}")
                 return [b"below the root", type(value).__name__.encode(), rest.encode("utf-8", "surrogatepass")]
         if isinstance(value, torch.device):
-            self.devices.add(value.type)
+            self.met.devices.add(value.type)
             return [b"device", (str(value) if self._exact else value.type).encode()]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
-            self.generators.append(value)
+            self.met.generators.append(value)
             return [b"random state", *self.own_code(type(value), where)]
         is_nan = type(value) is float and math.isnan(value) and not self._exact
         plain = [b"float", b"nan"] if is_nan else _plain(value)
         if plain is not None:
-            if self.description is not None:
+            if self._describes:
                 self.describe(where, _short(value))
-            if isinstance(value, enum.Enum) and library_of_class(type(value)) is None:
-                plain.append(self.of_enum(type(value)))
-            elif type(value) not in _EXACT and not isinstance(value, enum.Enum):
-                own = self.own_code(type(value), where)
-                plain += [*own, *self.attributes(value, where)] if own else []
+            if type(value) not in _EXACT and (own := self.own_code(type(value), where)):
+                plain += own if isinstance(value, enum.Enum) else [*own, *self.attributes(value, where)]
         return plain
 
     # Arrays
@@ -235,7 +191,7 @@ class Values(Code):
         head = [b"array", str(np.lib.format.dtype_to_descr(value.dtype)).encode(), repr(value.shape).encode()]
         if value.dtype.hasobject:
             return [*head, *self.each(value.ravel().tolist(), where)]
-        if value.dtype.kind == "U" and (self._root is not None or self.description is not None):
+        if value.dtype.kind == "U" and (self._root is not None or self._describes):
             head.extend(self.each(value.ravel().tolist(), where))  # its strings may be paths
             if self._root is not None:
                 return [*head[:1], *head[2:]]  # the width of the dtype depends on the root's length
@@ -263,7 +219,7 @@ class Values(Code):
         if value.is_quantized:
             extra.append(self.digest(value.dequantize(), f"{where}'s values"))
         if value.requires_grad:
-            self.requires_grad = True
+            self.met.requires_grad = True
             extra.append(b"requires grad")
         if type(value) is torch.nn.Parameter:
             extra.append(b"parameter")
@@ -284,12 +240,12 @@ class Values(Code):
         if any((cls.__module__, cls.__name__) == ("pandas.core.generic", "NDFrame") for cls in type(value).__mro__):
             why = "it keeps references to itself: hold its values, as frame.to_dict('list') or frame.to_numpy()"
             raise HashingError(_refusal(value, where, why))
-        writes = any(map(writes_files, type(value).__mro__))
-        self.writes_files += writes
+        outer = self.writes_files
+        self.writes_files = outer or any(map(writes_files, type(value).__mro__))
         try:
             return [*head, *self._contents(value, where)]
         finally:
-            self.writes_files -= writes
+            self.writes_files = outer
 
     def _contents(self, value: Any, where: str) -> list[bytes]:
         if isinstance(value, Mapping):
@@ -351,8 +307,7 @@ class Values(Code):
         if isinstance(parts, str):  # the name of a global; numpy.frompyfunc gives its own objects one, too
             inside = [held for held in gc.get_referents(value) if isinstance(held, types.FunctionType)]
             return [parts.encode(), *self.each(inside, where)]
-        shown = [p for i, p in enumerate(parts) if i != 2 or not _repeats_attributes(p, value)]
-        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
+        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in parts]
 
 
 def _script(value: Any) -> list[bytes]:
@@ -418,16 +373,6 @@ def _short_array(value: np.ndarray, data: bytes) -> str:
     if value.size <= 16 and value.dtype.kind in "biufc":
         return f"{value.tolist()} {value.dtype}"
     return f"array {value.dtype} {value.shape} {data.hex()[:8]}"
-
-
-def _repeats_attributes(state: Any, value: Any) -> bool:
-    """Whether an object's pickled state consists of its attributes alone, including transient ones."""
-    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # __dict__ and slots
-    attributes = own_attribute(value, "__dict__") or {}
-    return all(
-        piece is None or (isinstance(piece, dict) and all(k in attributes or hasattr(value, k) for k in piece))
-        for piece in pieces
-    )
 
 
 def _refusal(value: Any, where: str, why: str) -> str:

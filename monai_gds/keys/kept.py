@@ -7,10 +7,9 @@ file counts for every later item, too: of this pipeline, and of others with a fu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,15 +20,11 @@ from monai_gds.keys.source_names import texts
 from monai_gds.keys.sources import Identity
 
 
-@dataclass(slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A file that an item has read."""
 
     shared: frozenset[str]  # the words that it shares with the items that have read it
     identity: Identity  # what it was then
-    at: int  # how many items had been computed
-    again: bool = False  # whether an item that began afterwards has read it again
-    counts: bool = False  # whether it has counted for an item that has not read it
 
 
 class KeptReads:
@@ -39,12 +34,10 @@ class KeptReads:
     read it: so what one item alone names does not count for others.
 
     Attributes:
-        computed: how many items were computed.
         running: what is being computed, or was interrupted, with the paths that the item names and its words.
     """
 
     def __init__(self, functions: frozenset[CodeType] = frozenset()) -> None:
-        self.computed = 0
         self.running: dict[Observation, tuple[Collection[str], frozenset[str]]] = {}
         self._functions = functions
         self._kept: dict[str, _Kept] = {}
@@ -58,35 +51,14 @@ class KeptReads:
         others = [one for one in list(_all.values()) if one is not self and self._functions & one._functions]
         return [self, *others]
 
-    def beside(
-        self,
-        paths: Collection[str],
-        words: frozenset[str],
-        began: int,
-        identify: Callable[[str], Identity | None],
-        apart: Collection[str],
-    ) -> list[str]:
-        """The paths that an item has read, and those that count for it.
+    def beside(self, paths: Collection[str], words: frozenset[str], apart: Collection[str]) -> list[str]:
+        """The ``paths`` that an item has read, and those that count for it, given its words.
 
-        Args:
-            paths: what it has read.
-            words: its words.
-            began: how many items had been computed when it began.
-            identify: gives the identity of a path.
-            apart: folders whose files do not count.
+        Files in the folders that are ``apart`` do not count.
         """
         found = set(paths)
         for one in self._related():
-            for path, kept in list(one._kept.items()):
-                if path in paths:
-                    kept.again = kept.again or (one is self and began >= kept.at)
-                elif kept.again and one is not self:
-                    pass  # read again whenever it is needed,
-                elif kept.again and identify(path) != kept.identity:
-                    one._kept.pop(path, None)  # so this item did without it
-                elif kept.shared <= words:
-                    kept.counts = True
-                    found.add(path)
+            found.update(path for path, kept in list(one._kept.items()) if kept.shared <= words)
             for seen, (named, its) in list(one.running.items()):  # what it has loaded by now may be in use here
                 found.update(path for path in seen.paths(named, apart) if its & _words_of_path(path) <= words)
         return sorted(found)
@@ -94,16 +66,14 @@ class KeptReads:
     def keep(
         self, seen: Observation, paths: Collection[str], identities: Mapping[str, Identity], words: frozenset[str]
     ) -> None:
-        """Keeps what an item has read, and counts the item."""
-        self.computed += 1
+        """Keeps what an item has read."""
         for path in identities.keys() & paths:
             before = self._kept.get(path)
-            if before is None and len(self._kept) >= limits.KEPT_READS:  # for one that only its own item needs
-                self._kept.pop(next((p for p, kept in list(self._kept.items()) if not kept.counts), ""), None)
-            if before is not None or len(self._kept) < limits.KEPT_READS:
-                shared = words & (_words_of_path(path) if before is None else before.shared)
-                flags = (False, False) if before is None else (before.again, before.counts)
-                self._kept[path] = _Kept(shared, identities[path], self.computed, *flags)
+            shared = words & (_words_of_path(path) if before is None else before.shared)
+            self._kept[path] = _Kept(shared, identities[path])
+            if len(self._kept) > limits.KEPT_READS:  # the one that counts for the fewest items, and came last
+                kept = dict(self._kept)
+                self._kept.pop(max(reversed(kept), key=lambda path: len(kept[path].shared)), None)
         self.running.pop(seen, None)
 
     def changed(self, paths: Collection[str], identities: Mapping[str, Identity]) -> str:

@@ -1,29 +1,26 @@
-"""The key of an item: the name of its record, and what went into that name.
+"""The key of an item: the name of its record, and what went into that name. Everything that changes an item is in it.
 
-A key is the digest of these ingredients. Everything that changes an item is one of them; each is found in one place:
+A key is the digest of these ingredients, which the dataset collects in :mod:`dataset.item_keys`:
 
-=============== ======================================================================= =========================
-ingredient      what it is                                                              where it comes from
-=============== ======================================================================= =========================
-item            hash of the item's values                                               :mod:`keys.hashing`
-transforms      hash of the deterministic transforms, with the settings of their        :mod:`keys.hashing`;
-                ``Compose`` and ``reset_ops_id``: values, and code                      code: :mod:`keys.code`
-sources         name, size and content of each file that the item or a transform names  :mod:`keys.sources`
-                which texts name files                                                  :mod:`keys.source_names`
-                the same of further files that were read while the item was computed    :mod:`keys.observed`
-state           settings of the process that differ from their defaults                 :mod:`pipeline.settings`
-                ``mantissa_bits``                                                       :mod:`dataset.item_keys`
-monai           MONAI's version, as far as it counts                                    :mod:`dataset.item_keys`
-root            whether a root was given, below which paths count by what follows it    here
-format          changes whenever the meaning of the others does                         here
-=============== ======================================================================= =========================
+item        hash of the item's values: :func:`keys.hashing.hash_item`. Not in it: columns that no transform touches
+            (:mod:`pipeline.columns`), the order of dicts, strides, and whether two values are one object.
+transforms  hash of the deterministic transforms, values and code, and of the settings of their ``Compose``:
+            :func:`keys.hashing.hash_transforms`. Code of the user's counts with all that it reads (:mod:`keys.code`), a
+            library's by name and version (:mod:`keys.libraries`). Not in it: devices, random states, comments.
+monai       MONAI's version, as far as the option ``monai_version`` says: :func:`keys.libraries.version_of_monai`.
+state       what differs from its default: settings of the process (tables in :mod:`pipeline.settings`), and what the
+            user gave the dataset, ``mantissa_bits`` and ``version``.
+sources     path below the root, size and content of files: :class:`keys.sources.Sources`. Which ones: those that the
+            item or a transform names (:mod:`keys.source_names`), and those that were read while the item was computed
+            (:mod:`keys.observed`), or by an item before and kept (:mod:`keys.kept`). Not in it: times and owners.
+root        whether a root was given, below which paths count by what follows it.
+format      changes whenever the meaning of the others does.
+
+Nothing else is in it: not the target, the backend, compression, tiles, workers, or the place of the cache.
 
 Which further files an item reads is known when it has been computed. So a lookup has two steps: the ingredients
 without them give a name, under which lists of such files are noted (:mod:`folder.reads`), and those of a list with
 them the record's digest.
-
-The dataset supplies the :class:`Pipeline`, which all of its keys share. :class:`KeyMaker` examines the item and its
-files on every access, so that an edited volume is never served stale.
 
 :meth:`Key.parts` is exactly what is digested. The record stores it, and readers digest it again, so a record under the
 wrong name is refused.
@@ -33,10 +30,10 @@ from __future__ import annotations
 
 import contextlib
 import marshal
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
@@ -48,7 +45,7 @@ from monai_gds.keys.source_names import absolute, candidates
 from monai_gds.keys.sources import Identity, Sources
 
 #: The first part. Changes whenever the meaning of the others does.
-FORMAT = "monai_gds 3"
+FORMAT = "monai_gds 4"
 
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 
@@ -63,7 +60,8 @@ class Pipeline:
     state: tuple[tuple[str, str], ...] = ()
     # The data root that keys and records are relative to, without a trailing slash. With None, paths are absolute.
     root: str | None = None
-    description: dict[str, str] = field(default_factory=dict)  # of the transforms, ``{attribute path: short text}``
+    # Of the transforms, ``{attribute path: short text}``.
+    description: dict[str, str] = field(default_factory=dict, hash=False)
     files: tuple[str, ...] = ()  # files that the transforms name
 
     def parts(self, item: str, sources: list[list[Any]]) -> list[Any]:
@@ -110,10 +108,15 @@ class Key:
         """The parts that are digested, JSON-able."""
         return _parts(self.item, self.pipeline, self.paths, self.identities)
 
-    def changes(self, later: Key) -> str:
-        """Describes what changed between this key and a later one of the same item; empty if nothing did."""
+    def changes(self, later: Key, written: Sequence[str] = ()) -> str:
+        """Describes what changed between this key and a later one of the same item; empty if nothing did.
+
+        A source that was ``written`` meanwhile did change, even if it holds the same: reads may have given anything.
+        """
         if later.name == self.name:
-            return ""
+            hint = "leave it out of the key: by a function for sources=, or by the transform's __cache_key__"
+            same = f" changed, and holds the same as before. If a transform writes it, {hint}"
+            return ", ".join(written[:3]) + same if written else ""
         pairs = zip(self.paths, self.identities, later.identities, strict=False)
         changed = [path for path, before, now in pairs if before != now]
         if changed:
@@ -145,6 +148,16 @@ def columns_of(item: Any) -> dict[str, str]:
     return found
 
 
+def _key(
+    item: str,
+    pipeline: Pipeline,
+    paths: tuple[str, ...],
+    identities: tuple[Identity | None, ...],
+    without: str = "",
+) -> Key:
+    return Key(digest_of(_parts(item, pipeline, paths, identities)), item, pipeline, paths, identities, None, without)
+
+
 def _parts(item: str, pipeline: Pipeline, paths: Sequence[str], identities: Sequence[Identity | None]) -> list[Any]:
     named = []
     for path, identity in zip(paths, identities, strict=True):
@@ -159,7 +172,7 @@ class KeyMaker:
 
     Args:
         hash_func: returns the hash of an item as bytes, as MONAI's ``hash_func``.
-        sources: identifies files; an attribute, too.
+        sources: identifies files.
         loaded: keys of an item under which a transform loads files, so that any string there names a source; ``"all"``
             if transforms load whole items.
         root: see :class:`Pipeline`.
@@ -167,18 +180,17 @@ class KeyMaker:
 
     def __init__(
         self,
-        hash_func: Callable[[Any], bytes] = canonical_hash,
-        sources: Sources | None = None,
+        hash_func: Callable[[Any], bytes],
+        sources: Sources,
         loaded: Collection[str] | Literal["all"] = (),
         root: str | None = None,
     ) -> None:
         self._hash_func = hash_func
-        self.sources = sources or Sources(None, None)
+        self._sources = sources
         self._loaded = loaded
         self._root = root
         self._known: dict[bytes, _KnownItem] = {}
-        self._extended: dict[str, Key] = {}  # the last key with further files, by name
-        self._keys = 0  # number of items whose key is remembered
+        self._key = lru_cache(limits.KEYED_ITEMS)(_key)
 
     def __call__(self, item: Any, pipeline: Pipeline) -> Key:
         """The key of an item. Raises HashingError if the item holds something without a stable content."""
@@ -191,74 +203,44 @@ class KeyMaker:
                 "the item contains itself, or is nested too deeply to be hashed: flatten it, or pass an object in its "
                 "place whose class has a method __cache_key__(self) that returns plain data"
             ) from e
-        paths = seen.absolute()
-        identities = tuple(map(self.sources.identity, paths, seen.folders))
+        paths = tuple([absolute(path) for path, _ in seen.strings])  # the working directory may have changed
+        identities = tuple([self._sources.identity(path, of[1]) for path, of in zip(paths, seen.strings, strict=True)])
         if pipeline.files:
             files = tuple([path for path in pipeline.files if path not in paths])
             paths = (*paths, *files)
-            identities = (*identities, *[self.sources.identity(path, False) for path in files])
-        known = seen.key
-        if known is not None and known.pipeline is pipeline and known.identities == identities and known.paths == paths:
-            return known
-        made = Key(digest_of(_parts(seen.hash, pipeline, paths, identities)), seen.hash, pipeline, paths, identities)
-        if known is not None or self._keys < limits.KEYED_ITEMS:
-            self._keys += known is None
-            seen.key = made
-        return made
+            identities = (*identities, *[self._sources.identity(path, False) for path in files])
+        return self._key(seen.hash, pipeline, paths, identities)
 
     def with_reads(self, key: Key, paths: Sequence[str]) -> Key:
         """The key of an item that reads further files, given its key without them."""
-        found = [(path, identity) for path in paths if (identity := self.sources.read(path)) is not None]
+        found = [(path, identity) for path in paths if (identity := self._sources.read(path)) is not None]
         if not found:
             return key
         more = zip(*found, strict=True)
         paths, identities = (*key.paths, *next(more)), (*key.identities, *next(more))
-        known = self._extended.get(key.digest)
-        if known is None or (known.paths, known.identities) != (paths, identities):
-            digest = digest_of(_parts(key.item, key.pipeline, paths, identities))
-            known = Key(digest, key.item, key.pipeline, paths, identities, without=key.digest)
-            if len(self._extended) < limits.KEYED_ITEMS or key.digest in self._extended:
-                self._extended[key.digest] = known
-        return known
+        return self._key(key.item, key.pipeline, paths, identities, key.digest)
 
     def times(self, key: Key) -> dict[str, int]:
         """When each source of a key last changed, in ns, by path; without those that a user's function identifies."""
         named = [path for path, identity in key.sources.items() if identity.size >= 0]
-        return {path: self.sources.changed_at(path) for path in named}
-
-    def changes(self, key: Key, times: dict[str, int], later: Key) -> str:
-        """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did.
-
-        A source that changed and changed back did change: a read in between may have returned anything.
-        """
-        written = [path for path, time in self.times(key).items() if time != times[path]]
-        if not written or later.name != key.name:
-            return key.changes(later)
-        return (
-            f"{', '.join(written[:3])} changed, and holds the same as before. If a transform writes it, leave it out "
-            "of the key: by a function for sources=, or by the transform's __cache_key__"
-        )
+        return {path: self._sources.changed_at(path) for path in named}
 
     def _look(self, item: Any) -> _KnownItem:
-        """What does not depend on the content of the files that an item names.
+        """What is known of an item.
 
-        An item of plain values is hashed once and recognised by the XXH3 of its serialised value rather than by its
+        One of plain values is hashed once and recognised by the XXH3 of its serialised value rather than by its
         identity, since a list of dicts may be changed in place.
         """
         # not only plain values: marshal would write an array's bytes without dtype and shape
-        if not _is_plain(item):
-            return self._hash(item)
+        is_plain = _is_plain(item)
         # version 2 writes values only, no references; of an image in the item nothing is kept in memory
-        fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2))
+        fingerprint = xxhash.xxh3_128_digest(marshal.dumps(item, 2)) if is_plain else b""
         found = self._known.get(fingerprint)
         if found is None:
-            found = self._hash(item)
-            if len(self._known) < limits.HASHED_ITEMS:
+            found = _KnownItem(hash_item(item, self._root), candidates(item, self._loaded))
+            if is_plain and len(self._known) < limits.HASHED_ITEMS:
                 self._known[fingerprint] = found
         return found
-
-    def _hash(self, item: Any) -> _KnownItem:
-        return _KnownItem(hash_item(item, self._root), candidates(item, self._loaded))
 
 
 def hash_text(found: Any, name: str) -> str:
@@ -268,21 +250,11 @@ def hash_text(found: Any, name: str) -> str:
     return found.decode("utf-8")
 
 
-class _KnownItem:
-    """What is remembered about an item: its hash, the strings in it that may name files, and its last key."""
+class _KnownItem(NamedTuple):
+    """What is known of an item, whatever its files hold."""
 
-    __slots__ = ("_is_absolute", "_paths", "folders", "hash", "key")
-
-    def __init__(self, item_hash: str, strings: Sequence[tuple[str, bool]]) -> None:
-        self.hash = item_hash
-        self.key: Key | None = None
-        self._paths = tuple([path for path, _ in strings])
-        self.folders = tuple([folders for _, folders in strings])  # whether each may name a folder
-        self._is_absolute = all(map(os.path.isabs, self._paths))  # "~/ct.nii" is not
-
-    def absolute(self) -> tuple[str, ...]:
-        """The absolute paths. The working directory may have changed since the last call."""
-        return self._paths if self._is_absolute else tuple(map(absolute, self._paths))
+    hash: str
+    strings: Sequence[tuple[str, bool]]  # that may name sources, with whether each may name a folder
 
 
 def _is_plain(value: Any) -> bool:

@@ -22,13 +22,15 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from monai_gds.keys.folder_listing import State, as_folders, state_of
+from monai_gds import limits
+from monai_gds.keys.folder_listing import NAMES
 
 _current: ContextVar[Observation | None] = ContextVar("monai_gds_observation", default=None)
 
@@ -45,6 +47,19 @@ _SHOW_CODE, _FIND_MODULES = ("linecache", "tokenize"), ("importlib", "pkgutil")
 
 #: How far the clock of a file system may be behind this machine's, in ns.
 _BEHIND = 10_000_000
+
+
+#: What a file or a folder was: mode, device, inode, size, mtime, ctime. None if there was neither.
+State: TypeAlias = "tuple[int, int, int, int, int, int] | None"
+
+
+def state_of(path: str) -> State:
+    """The state of a file or a folder now."""
+    try:
+        st = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return st.st_mode, st.st_dev, st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
 
 
 class Observation:
@@ -109,7 +124,7 @@ class Observation:
     def paths(self, named: Collection[str], apart: Iterable[str]) -> list[str]:
         """What was read beside the files and folders that are ``named``, and beside what is below ``apart``.
 
-        Paths as :func:`~monai_gds.keys.folder_listing.as_folders` gives them.
+        Paths as :func:`as_folders` gives them.
         """
         files = {path: state for path, state in list(self._files.items()) if path not in named}
         folders = {path: state for path, state in list(self._folders.items()) if path not in named}
@@ -140,6 +155,36 @@ class Observation:
         changed = [path for path, state in self._counted.items() if state_of(path) != state]
         hint = "; the computation itself writes it, after it has read it" if self.own.intersection(changed) else ""
         return f"{', '.join(changed[:3])} changed{hint}" if changed else ""
+
+
+def as_folders(files: Collection[str], listed: Collection[str], written: Collection[str]) -> Iterator[str]:
+    """What stands for files that were read, and for folders that were listed.
+
+    A folder stands for all that is in it, if many of its files were read and none was written. Otherwise the files
+    do, and for a folder that was listed, its path and :data:`NAMES`. Modules are left out of this: what Python writes
+    beside them does not count.
+    """
+    left = {path for path in files if not path.endswith(".py")}
+    below = Counter(folder for path in left for folder in _above(path))
+    whole: list[str] = []
+    for folder in sorted(below, key=lambda folder: -folder.count("/")):
+        most = limits.READ_LISTED_FILES if folder in listed else limits.READ_FILES
+        if below[folder] > most and not any(path.startswith(folder + "/") for path in written):
+            inside = {path for path in left if path.startswith(folder + "/")}
+            if len(inside) > most:
+                left -= inside
+                whole.append(folder)
+    yield from whole
+    yield from (path for path in files if path in left or path.endswith(".py"))
+    yield from (
+        folder.rstrip("/") + NAMES for folder in listed if not any(f"{folder}/".startswith(f"{one}/") for one in whole)
+    )
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders that a file is in, except the root and those directly below it."""
+    while (path := os.path.dirname(path)).count("/") > 1:
+        yield path
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ import abc
 import dis
 import enum
 import functools
-import importlib.util
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from monai_gds.keys.origin import as_in_the_script, is_lazy, library_of, library_of_class
+from monai_gds.keys.libraries import as_in_the_script, is_lazy, library_of, library_of_class
 
 
 class Step(NamedTuple):
@@ -45,7 +44,7 @@ _REACHES_MODULES = frozenset(
 class Import(NamedTuple):
     """One module that a function imports when it runs."""
 
-    module: str
+    module: str  # relative to the function's package if it begins with dots
     member: str  # that is taken from it; empty if none is
     name: str  # of the variable that is then the member, the module, or, of ``import a.b``, the package a
 
@@ -59,11 +58,13 @@ class Reads(NamedTuple):
             script may have ``args`` only where it is not a spawned worker), except where the code may reach its module
             in another way than by a variable.
         inner: the paths read from variables of functions, by their names: those around them, and their own.
+        imports: what they import when they run, sorted.
     """
 
     names: frozenset[str]
     variables: dict[str, set[Path]]
     inner: dict[str, set[Path]]
+    imports: list[Import]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,6 +72,7 @@ def reads_of(code: types.CodeType) -> Reads:
     """What a function reads."""
     variables: dict[str, set[Path]] = {}
     inner: dict[str, set[Path]] = {}
+    imports: set[Import] = set()
     names = frozenset(name for part in with_inner(code) for name in part.co_names)
     for part in with_inner(code):
         instructions = _instructions(part)
@@ -79,9 +81,14 @@ def reads_of(code: types.CodeType) -> Reads:
             if opname.startswith("LOAD_") and opname.endswith(_VARIABLES) and not makes_closure:
                 into = variables if opname in _OF_MODULE else inner
                 into.setdefault(argument, set()).add(_path(instructions, i + 1))
+            elif opname == "IMPORT_NAME":
+                level, members = (constant for _, constant in instructions[i - 2 : i])
+                stored = [name for op, name in instructions[i:] if op.startswith("STORE_")]
+                module = "." * level + argument
+                imports.update(Import(module, *pair) for pair in zip(members or [""], stored, strict=False))
     if names & _REACHES_MODULES:
         variables = {name: {WHOLE} for name in names | variables.keys()}
-    return Reads(names, variables, inner)
+    return Reads(names, variables, inner, sorted(imports))
 
 
 def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -122,21 +129,6 @@ def _path(instructions: list[tuple[str, Any]], i: int) -> Path:
             i += 2
         else:
             return tuple(steps)
-
-
-def imports_of(code: types.CodeType, package: str) -> list[Import]:
-    """What a function and the functions inside it import, sorted."""
-    found: set[Import] = set()
-    for part in with_inner(code):
-        instructions = _instructions(part)
-        for i, (opname, name) in enumerate(instructions):
-            if opname != "IMPORT_NAME":
-                continue
-            level, members = (argument for _, argument in instructions[i - 2 : i])
-            module = importlib.util.resolve_name("." * level + name, package) if level else name
-            stored = [argument for op, argument in instructions[i:] if op.startswith("STORE_")]
-            found.update(Import(module, *pair) for pair in zip(members or [""], stored, strict=False))
-    return sorted(found)
 
 
 # What objects hold

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from monai_gds.keys.origin import library_of_class
+from monai_gds.keys.libraries import library_of_class
 from monai_gds.keys.reads import attributes_of, own_attribute
 
 #: Suffix of a file -> suffixes of files beside it that may hold another part of the same image: Analyze and NIfTI
@@ -49,7 +49,7 @@ def absolute(path: str) -> str:
 
     ``..`` is kept, unlike in ``os.path.abspath``: after a link, removing it would lead elsewhere.
     """
-    path = os.path.expanduser(path)
+    path = os.path.expanduser(path) if path.startswith("~") else path
     if path.startswith("/"):
         return path
     with contextlib.suppress(OSError):  # the working directory is gone

@@ -28,10 +28,10 @@ from monai_gds.base.notices import Notice
 from monai_gds.errors import CacheWarning, HashingError
 from monai_gds.keys.folder_listing import (
     FILE,
+    FOLDER,
     NAMES,
     UNREADABLE,
     FolderEntry,
-    changed_at,
     digest_of_folder,
     list_folder,
 )
@@ -75,11 +75,9 @@ ABSENT = Identity(-1, "absent")
 class _Hashed(NamedTuple):
     """A file as it was read."""
 
-    state: bytes
-    size: int
-    content: bytes | None  # None if it cannot be read
-    is_old: bool  # enough to be remembered
-    unreadable: str = ""
+    identity: Identity
+    content: bytes  # for the hash of a folder
+    is_known: bool = True  # whether it is remembered
 
 
 class Sources:
@@ -114,31 +112,19 @@ class Sources:
         Raises:
             HashingError: a callable returned something other than str, bytes or None.
         """
-        if self._policy is None or callable(self._policy):
-            return None if self._policy is None else _call(self._policy, path)
-        found = self._once.get((path, folders)) if self._policy == "once" else None
-        if found is None:
-            found = self._look(path, folders)
-            if found is not None and self._policy == "once":  # absence is not: a source may appear later
-                self._once[path, folders] = found
-        return found
+        if callable(self._policy):
+            return _call(self._policy, path)
+        return self._find(path, folders) if self.counts else None
 
     def read(self, path: str) -> Identity | None:
         """The identity of what was read without being named: :data:`ABSENT` if nothing is there now.
 
         A path that ends in :data:`NAMES` stands for the names in a folder. None if it does not count.
         """
-        if self._policy is None or callable(self._policy):
-            return None if self._policy is None else _call(self._policy, path)
-        found = self._once.get((path, True)) if self._policy == "once" else None
-        if found is None:
-            is_names = path.endswith(NAMES)
-            found = self._names(path.removesuffix(NAMES)) if is_names else self._look(path, folders=True)
-            if found is None or (not found.size and path.endswith(_EMPTY_IS_ABSENT)):
-                return ABSENT
-            if self._policy == "once":
-                self._once[path, True] = found
-        return found
+        if callable(self._policy) or not self.counts:
+            return self.identity(path)
+        found = self._find(path, True, is_names=path.endswith(NAMES))
+        return ABSENT if found is None or (not found.size and path.endswith(_EMPTY_IS_ABSENT)) else found
 
     def changed_at(self, path: str) -> int:
         """When a file was changed, or a folder or anything in it, in ns (ctime); 0 if there is none."""
@@ -146,12 +132,22 @@ class Sources:
             st = os.stat(path)
             if not stat.S_ISDIR(st.st_mode):
                 return st.st_ctime_ns
-            return changed_at(path, list_folder(path, self._cache()) or [])
+            entries = list_folder(path, self._cache()) or []
+            folders = [os.stat(f"{path}/{name}").st_ctime_ns for name, kind, *_ in entries if kind == FOLDER]
+            return max([*folders, *[ctime for *_, ctime in entries]], default=0)
         return 0
 
     def flush(self) -> None:
         """Writes new hashes to the memo in the cache folder, if there is one. Fails silently."""
         self._memo.flush()
+
+    def _find(self, path: str, folders: bool, is_names: bool = False) -> Identity | None:
+        found = self._once.get((path, folders)) if self._policy == "once" else None
+        if found is None:
+            found = self._names(path.removesuffix(NAMES)) if is_names else self._look(path, folders)
+            if found is not None and self._policy == "once":  # absence is not: a source may appear later
+                self._once[path, folders] = found
+        return found
 
     def _look(self, path: str, folders: bool) -> Identity | None:
         try:
@@ -161,39 +157,27 @@ class Sources:
         if (st.st_mode & 0o170000) == 0o100000:
             if self._policy == "stat":
                 return Identity(st.st_size, f"stat:{st.st_mtime_ns}")
-            return self._file(path, st)
-        if folders and (st.st_mode & 0o170000) == 0o040000:
-            return self._directory(path)
-        return None
-
-    def _file(self, path: str, st: os.stat_result) -> Identity | None:
-        path = absolute(path)
-        content = self._memo.get(_memo_key(path, _state_of(st)))
-        if content is not None:
-            return Identity(st.st_size, content.hex())
-        read = self._read(path)
-        if read is None:
-            return None
-        if read.content is None:
-            return Identity(read.size, read.unreadable)
-        if read.is_old:
-            self._memo.put(_memo_key(path, read.state), read.content)
-        return Identity(read.size, read.content.hex())
+            found = self._file(absolute(path), _state_of(st))
+            return None if found is None else found.identity
+        return self._directory(path) if folders and (st.st_mode & 0o170000) == 0o040000 else None
 
     # Files
 
-    def _read(self, path: str) -> _Hashed | None:
-        """Reads a file; None if it is gone or no longer a regular file."""
+    def _file(self, path: str, state: bytes, *, for_others: bool = True) -> _Hashed | None:
+        """The identity of a file, given its state; None if it is gone or no longer a regular file."""
+        content = self._memo.get(_memo_key(path, state))
+        if content is not None:
+            return _Hashed(Identity(_STATE.unpack(state)[1], content.hex()), content)
         try:
             # O_NONBLOCK, since opening a pipe that took the file's place would block
             with opened(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC) as fd:
-                return self._hash(path, fd)
+                return self._read(path, fd, for_others)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
             return _unreadable(path)
 
-    def _hash(self, path: str, fd: int) -> _Hashed | None:
+    def _read(self, path: str, fd: int, for_others: bool) -> _Hashed | None:
         """Reads an open file until it does not change meanwhile, at most three times."""
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode):
@@ -204,8 +188,12 @@ class Sources:
             content = _content(fd, st.st_size)
             st = os.fstat(fd)
             if before == _state_of(st):
-                return _Hashed(before, st.st_size, content, is_old)
-        return _Hashed(_state_of(st), st.st_size, content, is_old=False)
+                break
+        else:
+            is_old = False
+        if is_old:
+            self._memo.put(_memo_key(path, before), content, for_others=for_others)
+        return _Hashed(Identity(st.st_size, content.hex()), content, is_old)
 
     # Folders
 
@@ -266,16 +254,8 @@ class Sources:
             return b"%d:%d" % entry[4:], True
         if kind != FILE:
             return b"", True
-        path = os.path.join(folder, name)
-        known = self._memo.get(_memo_key(path, _STATE.pack(*times)))
-        if known is not None:  # another of many changed
-            return known, True
-        read = self._read(path)
-        if read is None or read.content is None:
-            return b"" if read is None else read.unreadable.encode(), False
-        if read.is_old:
-            self._memo.put(_memo_key(path, read.state), read.content, for_others=False)
-        return read.content, read.is_old
+        found = self._file(os.path.join(folder, name), _STATE.pack(*times), for_others=False)
+        return (b"", False) if found is None else (found.content, found.is_known)
 
     def _too_many(self, path: str) -> Identity:
         self._warned.add(path)
@@ -321,4 +301,5 @@ def _unreadable(path: str) -> _Hashed | None:
         st = os.stat(path)
     except (OSError, ValueError):
         return None
-    return _Hashed(b"", st.st_size, None, False, f"unreadable:{st.st_mtime_ns}:{st.st_ctime_ns}")
+    times = f"unreadable:{st.st_mtime_ns}:{st.st_ctime_ns}"
+    return _Hashed(Identity(st.st_size, times), times.encode(), is_known=False)

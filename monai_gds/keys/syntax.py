@@ -19,17 +19,10 @@ from monai_gds.keys.reads import with_inner
 
 
 class Tree(NamedTuple):
-    """The canonical form of some code.
+    """The canonical form of some code."""
 
-    Attributes:
-        form: the digest of everything but the constants.
-        constants: its texts and numbers, in their order.
-        code: of the file that it is, if it is one.
-    """
-
-    form: bytes
-    constants: tuple[Any, ...]
-    code: types.CodeType | None = None
+    form: bytes  # the digest of everything but the constants
+    constants: tuple[Any, ...]  # its texts and numbers, in their order
 
 
 class _Source:
@@ -67,15 +60,14 @@ def tree_of(code: types.CodeType) -> Tree | None:
     return source.trees[code]
 
 
-def tree_of_file(path: str) -> tuple[Tree | None, bytes]:
-    """The tree of a file of Python code, None if it is no such file; and the digest of its content."""
+def tree_of_file(path: str) -> tuple[Tree, types.CodeType | None]:
+    """The tree of a file of Python code, and the code; of any other file, what stands for its content, and None."""
     with open(path, "rb") as file:
         content = file.read()
-    tree = None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         module = ast.parse(content)
-        tree = _tree(module)._replace(code=compile(module, path, "exec", dont_inherit=True))
-    return tree, hashlib.blake2b(content, digest_size=16).digest()
+        return _tree(module), compile(module, path, "exec", dont_inherit=True)
+    return Tree(hashlib.blake2b(content, digest_size=16).digest(), ()), None
 
 
 def _node_of(code: types.CodeType, module: ast.Module) -> _Function | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+from monai_gds.errors import meant
 
 #: What only ``ThreadDataLoader`` takes, by default; it has no effect here.
 _OF_THREADS: Mapping[str, Any] = {"buffer_timeout": 0.01, "use_thread_workers": False}
@@ -46,7 +47,8 @@ def drop_idle(given: dict[str, Any], ours: inspect.Signature, ours_only: bool) -
     defaults = _defaults()
     for name in given:
         if name not in defaults:
-            raise TypeError(f"GDSDataLoader has no argument {name!r}: {_meant(name, [*defaults, *ours.parameters])}")
+            hint = meant(name, [*defaults, *ours.parameters], "help(GDSDataLoader) lists those it has")
+            raise TypeError(f"GDSDataLoader has no argument {name!r}{hint}")
     names = _IDLE if ours_only else [name for name in _IDLE if name in _OF_THREADS]
     idle = [name for name in names if name in given and given[name] != defaults[name]]
     if idle:
@@ -69,10 +71,3 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless a value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, choices))}")
-
-
-def _meant(name: str, names: list[str]) -> str:
-    # Without underscores, so that batchsize is close to batch_size.
-    plain = {one.replace("_", ""): one for one in names}
-    near = get_close_matches(name.replace("_", "").lower(), plain, n=1)
-    return f"did you mean {plain[near[0]]!r}?" if near else "help(GDSDataLoader) lists those it has"

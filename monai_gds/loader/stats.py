@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ _WORKERS = 8
 _REMEDIES = {
     "sampling": "make the sampler faster",
     "keys": "CacheOptions(sources='once') looks at each file once per process, sources='stat' reads none",
-    "reading": "a drive or folder that reads faster, or smaller records: compression='zstd'",
     "decoding": "compression=None stores tensors as they are; checksums are compared in a process's first epoch only",
     "transforms": "the next epoch reads their results; populate(num_workers=…) computes them ahead of the training",
     "encoding": "compression='lz4' or None packs faster, and the next epoch only reads",
@@ -37,6 +37,12 @@ _REMEDIES = {
     _BEHIND: "more of them are faster; items that they compute are read in the next epoch",
     "collating": "smaller batches, or a collate_fn that copies less",
 }
+
+
+def _of_reading() -> str:
+    """What to do about reading on this machine."""
+    faster = "a drive or folder that reads faster"
+    return f"{faster}, or smaller records: compression='zstd'" if find_spec("blosc2") else faster
 
 
 def _of_random(in_workers: bool) -> str:
@@ -144,7 +150,7 @@ class Stats:
             if name in self.on_values:
                 remedy = f"the loader's thread runs it, since {self.on_values[name]}"
         else:
-            remedy = _REMEDIES[stage]
+            remedy = _of_reading() if stage == "reading" else _REMEDIES[stage]
         verb = "take" if stage.endswith("transforms") or stage == "keys" else "takes"
         return f"{stage.capitalize()} {verb} {share}: {remedy}."
 

@@ -18,12 +18,10 @@ the same time, and they just go on. Pipelines that write files are left alone. U
 from __future__ import annotations
 
 import dis
-import random
 import re
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -34,15 +32,16 @@ import numpy as np
 import torch
 
 from monai_gds.base.notices import Notice
-from monai_gds.errors import CacheWarning
-from monai_gds.keys.hashing import HashedTransforms, hash_item
-from monai_gds.keys.of_libraries import writes_files
+from monai_gds.errors import warn
+from monai_gds.keys.code import HashedTransforms
+from monai_gds.keys.hashing import hash_item
+from monai_gds.keys.libraries import writes_files
 from monai_gds.pipeline.parts import name_of, parts
-from monai_gds.pipeline.randomness import is_generator, seed_everything, state_of, states_kept
+from monai_gds.pipeline.randomness import GLOBAL, is_generator, seed_everything, state_of, states_kept, states_of
 from monai_gds.pipeline.split import Split
 
 #: The generators of the whole process. Those of CUDA are not looked at: training moves them all the time.
-_GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_GLOBAL = tuple(slot.get() for slot in GLOBAL.values())
 
 #: Names of functions that draw, or that give the time or an address.
 _DRAWS = re.compile(
@@ -91,9 +90,8 @@ class Hidden:
         if self._searches > 0:
             self._searches -= 1
             held = (part for transform in self._split.deterministic for part in parts(transform))
-            found = {id(part): part for part in (*_GLOBAL, *self._hashed.generators, *held) if is_generator(part)}
-            self._generators = list(found.values())
-        return [(generator, state_of(generator)) for generator in self._generators]
+            self._generators = [part for part in (*_GLOBAL, *self._hashed.generators, *held) if is_generator(part)]
+        return states_of(self._generators)
 
     def look(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
         """Warns if what was just computed has a hint of randomness, and comes out otherwise once more.
@@ -120,11 +118,9 @@ class Hidden:
         """Warns, once, of the transform because of which nothing is cached, if there is one."""
         steady = self._split.steady
         if steady is not None and steady.given_up and Notice("not steady", self._place, self._hashed.digest).is_new():
-            warnings.warn(
+            warn(
                 f"a Dataset computes its items at every access, as MONAI's does: {steady.given_up}, and is not marked "
                 "random. Derive it from monai.transforms.RandomizableTrait, and what comes before it is cached",
-                CacheWarning,
-                stacklevel=7,
             )
 
     def _found(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
@@ -142,13 +138,11 @@ class Hidden:
 
     def _warn_of(self, name: str) -> None:
         if name and Notice("hidden randomness", self._place, self._hashed.digest).is_new():
-            warnings.warn(
+            warn(
                 f"{name} is not marked random, but gives another result each time: what it drew first is cached, and "
                 "comes again in every epoch. Derive it from monai.transforms.RandomizableTransform and draw from "
                 "self.R, so that it runs in every epoch; if its result holds a time or the address of an object, leave "
                 "that out",
-                CacheWarning,
-                stacklevel=7,
             )
 
     def _has_hint(self, before: list[tuple[Any, Any]], computed: Any) -> bool:

@@ -124,6 +124,6 @@ class Loops:
         now = States(split.rest)
         with suppress(IndexError):
             of, copied, since = self.spare.pop()
-            if of is split and now.unmoved(since):
+            if of is split and now.are_those_of(since):
                 return copied, since
         return split.copied(), now

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import cache
@@ -140,15 +140,26 @@ def shared() -> list[Any]:
     return [*(slot.get() for slot in GLOBAL.values()), Randomizable.R]
 
 
+def states_of(generators: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Generators, each once, with their states."""
+    return [(one, state_of(one)) for one in {id(one): one for one in generators}.values()]
+
+
+def put_states(states: Iterable[tuple[Any, Any]]) -> None:
+    """Puts generators into states."""
+    for generator, state in states:
+        if state_of(generator) != state:  # which takes a thirtieth of the time
+            put_state(generator, state)
+
+
 @contextmanager
-def states_kept(generators: Sequence[Any]) -> Iterator[None]:
+def states_kept(generators: Iterable[Any]) -> Iterator[None]:
     """Puts generators back into their states. Only where nobody else draws from them meanwhile."""
-    states = [state_of(generator) for generator in generators]
+    states = states_of(generators)
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            put_state(generator, state)
+        put_states(states)
 
 
 def slots(transform: Any) -> dict[str, Slot]:
@@ -177,20 +188,8 @@ def states_at(places: Mapping[str, Slot]) -> dict[str, Any]:
 
 def put_back(places: Mapping[str, Slot], states: Mapping[str, Any]) -> None:
     """Puts generators into states, where there are both."""
-    for path in places.keys() & states.keys():
-        generator = places[path].get()
-        if generator is not None and state_of(generator) != states[path]:
-            put_state(generator, states[path])
-
-
-def generators(transforms: Iterable[Callable[..., Any]]) -> set[int]:
-    """The identities of all generators of transforms, except the one that unseeded transforms share."""
-    return {
-        id(part)
-        for transform in transforms
-        for part in parts(transform)
-        if isinstance(part, np.random.RandomState) and part is not Randomizable.R
-    }
+    found = ((places[path].get(), states[path]) for path in places.keys() & states.keys())
+    put_states((generator, state) for generator, state in found if generator is not None)
 
 
 def seed_everything(transforms: Iterable[Callable[..., Any]], *seed: int) -> None:
@@ -241,82 +240,23 @@ class States:
     __slots__ = ("_held", "_owners")
 
     def __init__(self, transforms: Iterable[Callable[..., Any]]) -> None:
-        found = (p for transform in transforms for p in parts(transform) if is_a(type(p), TRANSFORMS))
-        unique = {id(part): part for part in found}
-        self._owners = [(owner, dict(vars(owner)), getattr(owner, "R", None)) for owner in unique.values()]
-        self._held = {id(generator): state_of(generator) for generator in self._generators()}
-
-    def generators(self) -> list[Any]:
-        """The states, in the order in which the transforms hold them."""
-        return [self._held[id(generator)] for _, _, generator in self._owners if generator is not None]
+        found = {id(p): p for transform in transforms for p in parts(transform) if is_a(type(p), TRANSFORMS)}
+        self._owners = [(owner, dict(vars(owner))) for owner in found.values()]
+        self._held = states_of(owner.R for owner in found.values() if getattr(owner, "R", None) is not None)
 
     def put_back(self) -> None:
         """Gives the transforms these attributes, with their generators in these states."""
-        for owner, attributes, _ in self._owners:
+        for owner, attributes in self._owners:
             now = vars(owner)
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
-        for generator in self._generators():
-            self._put(generator)
+        put_states(self._held)
 
     def are_those_of(self, other: States) -> bool:
-        """Whether these are the same transforms, in states from which they would draw the same."""
-        pairs = list(zip(self._owners, other._owners, strict=False))
-        return (
-            len(self._owners) == len(other._owners)
-            and all(a[0] is b[0] and _alike(a[1], b[1]) for a, b in pairs)
-            and self._sharing() == other._sharing()
-            and self.generators() == other.generators()
+        """Whether these are the same transforms, and nobody has drawn, seeded, or set an attribute in between."""
+        mine, others = (
+            [(id(owner), {name: id(value) for name, value in attributes.items()}) for owner, attributes in one._owners]
+            for one in (self, other)
         )
-
-    def unmoved(self, since: States) -> bool:
-        """Whether nobody has drawn, seeded, or set an attribute since."""
-        return self._held == since._held and self.are_those_of(since)
-
-    def follow(self, before: States) -> None:
-        """Moves the transforms from states equal to ``before`` to these, changing only what differs between the two."""
-        old = {id(owner): attributes for owner, attributes, _ in before._owners}
-        for owner, attributes, generator in self._owners:
-            now, was = vars(owner), old.get(id(owner), {})
-            for name in was.keys() - attributes.keys():
-                now.pop(name, None)
-            now.update({name: value for name, value in attributes.items() if value is not was.get(name, self)})
-            if generator is not None:
-                self._put(owner.R, generator)
-
-    def moved_unseeded(self, since: States) -> bool:
-        """Whether the generator that unseeded transforms share was drawn from since."""
-        state = since._held.get(id(Randomizable.R))
-        return state is not None and state != state_of(Randomizable.R)
-
-    def _put(self, generator: Any, like: Any = None) -> None:
-        """Puts a generator into the state that it had, or that another one had."""
-        state = self._held[id(generator if like is None else like)]
-        if state_of(generator) != state:  # which takes a thirtieth of the time
-            put_state(generator, state)
-
-    def _generators(self) -> list[Any]:
-        return list({id(g): g for _, _, g in self._owners if g is not None}.values())
-
-    def _sharing(self) -> list[int]:
-        """For each transform, the first one that has the same generator."""
-        first: dict[int, int] = {}
-        return [first.setdefault(id(generator), i) for i, (_, _, generator) in enumerate(self._owners)]
-
-
-def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether attributes are the same, or equal. Generators are compared elsewhere."""
-    return a.keys() == b.keys() and all(
-        a[name] is b[name] or isinstance(a[name], np.random.RandomState) or _same(a[name], b[name]) for name in a
-    )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return isinstance(a, (bool, int, float, str, slice, type(None))) and a == b
+        return mine == others and self._held == other._held

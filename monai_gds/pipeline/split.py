@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
 from types import MethodType
@@ -21,7 +20,7 @@ from monai.transforms.compose import execute_compose
 from monai.transforms.traits import RandomizableTrait
 
 from monai_gds.base import stages
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import warn
 from monai_gds.pipeline.columns import watched
 from monai_gds.pipeline.parts import flat, name_of, parts
 from monai_gds.pipeline.steady import Steady
@@ -118,7 +117,7 @@ class Split:
                 memo[id(part)] = part
                 if isinstance(part, (Transform, RandomizableTrait)):
                     what = f"{name_of(part)} cannot be copied, so loops that run at the same time share it: {e}"
-                    warnings.warn(what, CacheWarning, stacklevel=2)
+                    warn(what)
         mine = copy(self)
         mine.compose, mine.rest = deepcopy((self.compose, self.rest), memo)
         for part in found:

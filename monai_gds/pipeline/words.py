@@ -1,4 +1,4 @@
-"""Errors that name the item: an exception from a transform gets a note (PEP 678) with the item's index and files.
+"""Errors that name the item: an exception from a transform gets notes (PEP 678) of its cause, and of the item's files.
 
 Used by the dataset.
 """
@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from monai_gds.errors import MonaiGdsError
+
 #: The most paths that a note names, and the most characters of each.
 _MOST_PATHS = 4
 _MOST_CHARACTERS = 160
@@ -20,6 +22,9 @@ _WORDS = 500
 
 #: The first error in a worker's traceback, which is the cause of the others.
 _RAISED = re.compile(r"^(\w[\w.]*: .+)$", re.MULTILINE)
+
+#: How the note of an error's cause begins, and the type whose text is the traceback of another process.
+_BECAUSE, _REMOTE = "because of ", "_RemoteTraceback"
 
 _SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
 
@@ -39,7 +44,17 @@ class naming:  # noqa: N801 (a function, to those who use it)
         if isinstance(error, Exception):  # Ctrl-C has nothing to do with the item
             note = _note(self._index, self._item)
             if note not in getattr(error, "__notes__", ()):
+                _add_cause(error)
                 error.add_note(note)
+
+
+def _add_cause(error: Exception) -> None:
+    """Notes the first cause: a traceback has it at the top, and at the end MONAI's error, which names the transform."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is not error and not isinstance(error, MonaiGdsError) and type(cause).__name__ != _REMOTE:
+        error.add_note(f"{_BECAUSE}{type(cause).__name__}: {' '.join(str(cause).split())[:_WORDS]}")
 
 
 def _note(index: Any, item: Any) -> str:
@@ -85,10 +100,11 @@ def path_of(data: Sequence[Any], index: int) -> str:
 def in_words(error: BaseException) -> str:
     """Types and messages of an error and its causes: MONAI's own error names the transform, its cause the reason."""
     words = []
-    notes = "".join(f" ({' '.join(note.split())})" for note in getattr(error, "__notes__", ()))
+    added = (note for note in getattr(error, "__notes__", ()) if not note.startswith(_BECAUSE))
+    notes = "".join(f" ({' '.join(note.split())})" for note in added)
     cause: BaseException | None = error
     while cause is not None:
-        raised = _RAISED.search(str(cause)) if type(cause).__name__ == "_RemoteTraceback" else None
+        raised = _RAISED.search(str(cause)) if type(cause).__name__ == _REMOTE else None
         text = raised[1] if raised else f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         words.append(text[:_WORDS])
         cause = cause.__cause__

@@ -9,7 +9,8 @@ Drawing ahead assumes that nothing else draws from the same generators before th
 random states are put back to those of the last finished item. When a turn comes, they are compared with those that the
 draw began with. If they are equal, the states move to where the draw left them; if not, the draw is discarded and the
 item is drawn again. So the random states are always those of a loop that reads nothing ahead, also for a transform that
-shares a generator, after a loop that was left early, and after a seed that was set in between.
+shares a generator, after a loop that was left early, and after a seed that was set in between. After a draw that had to
+be discarded, the loop draws no more items ahead.
 
 The generators of Python, NumPy and torch are neither read nor put back here: the training draws from them meanwhile.
 None of the leading crops does.
@@ -19,9 +20,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 
 from monai_gds.pipeline.ahead import drawn_ahead, why_not_now
 from monai_gds.pipeline.loops import Loop
-from monai_gds.pipeline.randomness import States, generators
+from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.program import Program
 from monai_gds.programs.recorder import Recorder, RecordGone, record_item
@@ -54,18 +53,19 @@ class Turn:
     """An item's place in the queue of a loop.
 
     Attributes:
+        queue: of draws; None if nothing is drawn ahead.
         lazy: its record; None if the item is not drawn ahead, since it must be computed or has nothing in tiles.
         item: the dataset's own item.
         volumes: what is being read; None until that is certain.
     """
 
-    __slots__ = ("__weakref__", "drawn", "item", "lazy", "queue", "taken", "volumes")
+    __slots__ = ("__weakref__", "come", "drawn", "item", "lazy", "queue", "volumes")
 
-    def __init__(self, queue: Draws, lazy: PendingItem | None, item: Any) -> None:
+    def __init__(self, queue: Draws | None, lazy: PendingItem | None, item: Any) -> None:
         self.queue, self.lazy, self.item = queue, lazy, item
         self.drawn: _Drawn | None = None
         self.volumes: Volumes | None = None
-        self.taken = 0  # bytes, once the turn has come
+        self.come: int | None = None  # bytes, once the turn has come
 
     @property
     def waits(self) -> bool:
@@ -76,10 +76,9 @@ class Turn:
     def nbytes(self) -> int:
         """Bytes that are being read, and of the memory that they are unpacked into; of whole tensors until drawn."""
         if self.lazy is None:
-            return self.taken
-        if self.volumes is not None:
-            return self.lazy.nbytes
-        return self.lazy.nbytes + sum(dtype.itemsize * prod(shape) for dtype, shape in self.lazy.later.values())
+            return self.come or 0
+        later = self.lazy.later.values() if self.volumes is None else ()
+        return self.lazy.nbytes + sum(dtype.itemsize * prod(shape) for dtype, shape in later)
 
 
 class Draws:
@@ -94,13 +93,13 @@ class Draws:
         self._device, self._notes = device, notes
         self._steps = drawn_ahead(split)
         self._on_ghosts = len(self._steps)  # how many steps run on ghosts in this loop
-        self._never_ahead = False  # a draw ahead was wrong: items are drawn when their turn comes
-        self._turns: deque[weakref.ref[Turn]] = deque()
+        self._ahead = True  # whether items are drawn before their turn comes
+        self._turns: list[weakref.ref[Turn]] = []
 
     @property
     def idle(self) -> bool:
         """Whether nothing is begun, so that the next item begins a new loop."""
-        return next(self._live(), None) is None
+        return not self._live()
 
     def begin(self, turns: Sequence[Turn]) -> None:
         """Puts turns at the end of the queue, and draws what can be."""
@@ -108,13 +107,19 @@ class Draws:
         self.go_on()
 
     def go_on(self) -> None:
-        """Draws the items that can be drawn now, and begins to read them."""
+        """Draws the items that can be drawn now, and begins to read them. Behind one that cannot be, none is drawn."""
         last: States | None = None
         for turn in self._live():
-            if turn.volumes is None and not self._go_on_with(turn, last):
-                return
+            lazy = turn.lazy if turn.volumes is None else None
+            if lazy is not None and (not self._on_ghosts or (self._ahead and lazy.ready)):
+                try:
+                    self._draw(turn, last)
+                except Exception as e:  # it concerns another item than the one wanted now, and is raised at its turn
+                    _log.debug("an item is not drawn ahead: %r", e)
             if turn.drawn is not None:
                 last = turn.drawn.after
+            elif self._on_ghosts:
+                return
 
     def take(self, turn: Turn) -> tuple[Any, int] | None:
         """The item of a turn that has come.
@@ -123,13 +128,16 @@ class Draws:
             The item on its device, and how many steps it has been through; None if it must be read or computed some
             other way, with the random states as they were.
         """
-        self._remove(turn)
+        turn.come = 0
         if turn.drawn is not None and not States(self._steps).are_those_of(turn.drawn.before):
-            self._discard(turn)
-        if turn.lazy is not None and turn.volumes is None:
-            self._draw(turn, self._on_ghosts, at_turn=True)
+            self._ahead = False
+            for other in (turn, *self._live()):
+                if other.drawn is not None:
+                    other.drawn = other.volumes = None
+        if turn.waits:
+            self._draw(turn, None)
         lazy, drawn, reading = turn.lazy, turn.drawn, turn.volumes
-        turn.taken = turn.nbytes
+        turn.come = turn.nbytes
         turn.lazy = turn.drawn = turn.volumes = None  # the memory belongs to the item now
         volumes = None if reading is None else reading.wait()
         if lazy is None or volumes is None:
@@ -138,100 +146,51 @@ class Draws:
             found = lazy.wait(turn.item, {name: volume.whole() for name, volume in volumes.items()})
             return None if found is None else (found[0], 0)
         item = replay(drawn.program, volumes, self._device, shared=False)
-        drawn.after.follow(drawn.before)
+        drawn.after.put_back()
         return item, drawn.program.done
 
-    @property
-    def _ahead(self) -> int:
-        """How many steps may be drawn ahead."""
-        return 0 if self._never_ahead else min(self._on_ghosts, self._shared)
-
-    @cached_property
-    def _shared(self) -> int:
-        """How many steps come before the first that shares a generator with a transform after all of them."""
-        later = generators(self.split.steps()[len(self._steps) :])
-        return next((i for i, step in enumerate(self._steps) if later & generators([step])), len(self._steps))
-
-    def _go_on_with(self, turn: Turn, last: States | None) -> bool:
-        """Begins to read what an item needs, as far as that is certain. Returns whether the next item may be drawn."""
-        try:
-            if not self._on_ghosts:
-                if turn.lazy is not None:
-                    self._read_whole(turn)
-                return True
-            if turn.lazy is None or not self._ahead or not turn.lazy.ready:
-                return False
-            self._draw(turn, self._ahead, last)
-        except Exception as e:  # it concerns another item than the one wanted now, and is raised again at its turn
-            _log.debug("an item is not drawn ahead: %r", e)
-            return False
-        return turn.volumes is not None
-
-    def _draw(self, turn: Turn, count: int, since: States | None = None, at_turn: bool = False) -> None:
+    def _draw(self, turn: Turn, since: States | None) -> None:
         """Records the first steps of an item and begins to read what they touch. Random states stay as they are.
 
-        Args:
-            turn: the item. Its ``volumes`` are set, or its ``lazy`` becomes None if the record is of no use.
-            count: how many steps to run, fewer if one of them needs values.
-            since: the states to draw from, if not the present ones.
-            at_turn: whether all items before it are finished.
+        Sets ``volumes`` of the turn, and ``drawn`` unless all values are needed; or its ``lazy`` becomes None, if the
+        record is of no use. ``since`` are the states to draw from; None: the present ones.
         """
-        visible = States(self._steps)
-        try:
-            if since is not None:
-                since.put_back()
-            drawn = self._drawn(turn, count, visible if since is None else since)
-            if drawn is not None and not at_turn and drawn.after.moved_unseeded(drawn.before):
-                self._never_ahead = True
-                return
-        finally:
-            visible.put_back()
-        if turn.lazy is None:
-            return
-        if drawn is None:
-            self._read_whole(turn)
-            return
-        turn.volumes, turn.drawn = turn.lazy.read(drawn.program.boxes()), drawn
-
-    def _drawn(self, turn: Turn, count: int, before: States) -> _Drawn | None:
-        """An item after its first steps; None if all of its values are needed, or the record is of no use."""
-        assert turn.lazy is not None, "the caller has checked"
-        changed = next(((i, why) for i, step in enumerate(self._steps[:count]) if (why := why_not_now(step))), None)
+        lazy, drawn = turn.lazy, None
+        assert lazy is not None, "the caller has checked"
+        on_ghosts = enumerate(self._steps[: self._on_ghosts])
+        changed = next(((i, why) for i, step in on_ghosts if (why := why_not_now(step))), None)
         if changed is not None:
-            count = self._give_up(*changed)
-        recorder = Recorder(turn.lazy.later, self._device, views_only=True)
-        try:
-            program, refused = record_item(recorder, self.split, turn.lazy, turn.item, count)
-        except RecordGone:
-            turn.lazy = None
-            return None
-        if refused is not None and refused.step < count:
+            self._give_up(*changed)
+        if self._on_ghosts:
+            visible = States(self._steps)
+            before = visible if since is None else since
+            try:
+                before.put_back()
+                program = self._program(lazy, turn.item)
+                drawn = None if program is None else _Drawn(program, before, States(self._steps))
+            except RecordGone:
+                turn.lazy = None
+                return
+            finally:
+                visible.put_back()
+        whole = {name: [whole_box(shape)] for name, (_, shape) in lazy.later.items()}
+        turn.volumes, turn.drawn = lazy.read(whole if drawn is None else drawn.program.boxes()), drawn
+
+    def _program(self, lazy: PendingItem, item: Any) -> Program | None:
+        """What the first steps do to an item; None if they need its values."""
+        recorder = Recorder(lazy.later, self._device, views_only=True)
+        program, refused = record_item(recorder, self.split, lazy, item, self._on_ghosts)
+        if refused is not None and refused.step < self._on_ghosts:
             self._give_up(refused.step, refused.why)
-        return None if program is None else _Drawn(program, before, States(self._steps))
+        return program
 
-    def _give_up(self, step: int, why: str) -> int:
-        """Has a step, and those after it, run on values in this loop. Returns its number."""
+    def _give_up(self, step: int, why: str) -> None:
+        """Has a step, and those after it, run on values in this loop."""
         self._notes[type(self._steps[step]).__name__] = why
-        self._on_ghosts = min(step, self._on_ghosts)
-        return step
+        self._on_ghosts = step
 
-    def _read_whole(self, turn: Turn) -> None:
-        assert turn.lazy is not None, "the caller has checked"
-        turn.volumes = turn.lazy.read({name: [whole_box(shape)] for name, (_, shape) in turn.lazy.later.items()})
-
-    def _discard(self, turn: Turn) -> None:
-        """Discards all draws, since that of this turn was wrong."""
-        self._never_ahead = True
-        for other in (turn, *self._live()):
-            if other.drawn is not None:
-                other.drawn = other.volumes = None
-
-    def _live(self) -> Iterator[Turn]:
+    def _live(self) -> list[Turn]:
         """The turns that have not come yet, without those of items that were dropped."""
-        turns = [turn for ref in self._turns if (turn := ref()) is not None]
-        if len(turns) < len(self._turns):
-            self._turns = deque(map(weakref.ref, turns))
-        return iter(turns)
-
-    def _remove(self, turn: Turn) -> None:
-        self._turns = deque(ref for ref in self._turns if ref() is not turn)
+        turns = [turn for ref in self._turns if (turn := ref()) is not None and turn.come is None]
+        self._turns = list(map(weakref.ref, turns))
+        return turns

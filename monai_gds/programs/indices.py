@@ -14,9 +14,9 @@ is given the different pairs of a value and of whether the image is above the th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,17 +34,9 @@ from monai_gds.tiles.runs import Form, Runs, threshold_text
 _TENSORS = (torch.Tensor, MetaTensor)
 
 
-class RunsOf(Protocol):
-    """Finds the runs of a record's volume."""
-
-    def __call__(self, label: torch.Tensor, image: torch.Tensor | None = None, threshold: str = "", /) -> Runs | None:
-        """Returns the runs of a volume, or None.
-
-        Args:
-            label: lies in the memory of the volume, which holds nothing else.
-            image: likewise; if given, joint runs are meant.
-            threshold: what the image must be above, as :func:`monai_gds.tiles.runs.threshold_text` gives it.
-        """
+#: Returns the runs of a record's volume, or None, given a label that lies in its memory, which holds nothing else;
+#: joint runs, given also such an image and, as :func:`monai_gds.tiles.runs.threshold_text`, what it must be above.
+RunsOf: TypeAlias = Callable[..., Runs | None]
 
 
 class Selection:
@@ -95,7 +87,7 @@ def standing_in(transform: Any, item: Any, runs_of: RunsOf) -> Iterator[bool]:
     Args:
         transform: called once within the block, in this thread.
         item: what it is called with.
-        runs_of: see :class:`RunsOf`. The caller checks that the volumes were not written to.
+        runs_of: see :data:`RunsOf`. The caller checks that the volumes were not written to.
 
     Yields:
         Whether anything was changed.

@@ -8,19 +8,16 @@ carries values from one item to the next.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from monai.transforms import Randomizable
 from torch import Tensor
 
 from monai_gds.pipeline.parts import TRANSFORMS, is_a, parts
-from monai_gds.pipeline.randomness import States, put_back, put_state, slots, state_of, states_at
+from monai_gds.pipeline.randomness import States, is_generator, put_states, shared, states_of
 from monai_gds.programs.ghostly import is_ghost
 
 _Steps: TypeAlias = "Sequence[Callable[..., Any]]"
@@ -30,12 +27,10 @@ class Before:
     """Random states, attributes, lists and dicts of transforms, and the random states of the process."""
 
     def __init__(self, steps: _Steps) -> None:
+        held = [part for step in steps for part in parts(step)]
         self._states = States(steps)
-        self._slots = {f"{i}.{name}": slot for i, step in enumerate(steps) for name, slot in slots(step).items()}
-        self._found = states_at(self._slots)
-        self._process = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._shared = state_of(Randomizable.R)  # that of transforms which others make as they run
-        self._containers = [(p, p.copy()) for step in steps for p in parts(step) if type(p) in (list, dict)]
+        self._generators = states_of([*shared(), *filter(is_generator, held)])
+        self._containers = [(part, part.copy()) for part in held if type(part) in (list, dict)]
 
     def put_back(self) -> None:
         """Puts them back."""
@@ -43,11 +38,7 @@ class Before:
         for container, was in self._containers:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(was)
-        put_back(self._slots, self._found)
-        random.setstate(self._process[0])
-        np.random.set_state(self._process[1])
-        torch.set_rng_state(self._process[2])
-        put_state(Randomizable.R, self._shared)
+        put_states(self._generators)
 
 
 #: The ghosts that transforms kept, by the transform's id and the attribute's name, with what was there before.

@@ -29,9 +29,6 @@ from monai_gds.tiles.boxes import Box, whole_box
 #: Stands for the replay's device among the arguments of a step.
 TARGET = torch.device("meta")
 
-#: Bytes of a view in memory, about.
-_VIEW = 400
-
 #: Where a bool was guessed: the transform, and how many guesses it had made before.
 Asked: TypeAlias = "tuple[int, int]"
 
@@ -187,12 +184,6 @@ class Program(NamedTuple):
                 box = view.box(self.forms[view.name][1])
                 found.setdefault(view.name, {})[tuple((axis.start, axis.stop) for axis in box)] = box
         return {name: list(boxes.values()) for name, boxes in found.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the program takes in memory, about."""
-        item = len(self.item) if isinstance(self.item, bytes) else 0
-        return len(self.packed) + len(self.pickled) + item + _VIEW * len(self.views)
 
 
 # The item

@@ -128,34 +128,25 @@ class Recorder:
         count = len(steps) if most is None else min(most, len(steps))
         refused = None if count == len(steps) else Refusal(count, type(steps[count]).__name__, "it is not recorded")
         steps = steps[:count]
+        guesses, program = dict(self._guesses), None
         with kept.in_attributes(steps):
-            return self._recorded(steps, apply, make, count, refused)
-
-    def _recorded(
-        self,
-        steps: Sequence[Callable[..., Any]],
-        apply: Callable[[Any, Any], Any],
-        make: Callable[[dict[str, Tensor]], Any],
-        count: int,
-        refused: Refusal | None,
-    ) -> Recorded:
-        before, guesses = States(steps) if self._views_only else kept.Before(steps), dict(self._guesses)
-        while True:
-            self._recording = self._begin(guesses=guesses)
-            run = _Run(self._recording, steps[:count], apply, self._views_only)
-            program = run.program(make(dict(run.recording.ghosts)), whole=refused is None) if count else None
-            if program is not None or not count:
-                return Recorded(program, refused)
-            done = len(run.marks) if len(run.marks) < count else 0  # at the end the item itself was refused
-            before.put_back()
-            # A transform may have been refused on the way of a wrong guess, such as that a volume has no foreground.
-            bools = [g.place for g in run.recording.guards if g.place[0] == done and not g.guess]
-            open_guesses = [place for place in bools if place not in guesses]
-            if open_guesses:
-                guesses[open_guesses[-1]] = True
-                continue
-            refused = Refusal(done, type(steps[done]).__name__, run.recording.refused)
-            count = done
+            before = States(steps) if self._views_only else kept.Before(steps)
+            while count:
+                self._recording = self._begin(guesses=guesses)
+                run = _Run(self._recording, steps[:count], apply, self._views_only)
+                program = run.program(make(dict(run.recording.ghosts)), whole=refused is None)
+                if program is not None:
+                    break
+                done = len(run.marks) if len(run.marks) < count else 0  # at the end the item itself was refused
+                before.put_back()
+                # A transform may have been refused on the way of a wrong guess, such as that there is no foreground.
+                bools = [g.place for g in run.recording.guards if g.place[0] == done and not g.guess]
+                if open_guesses := [place for place in bools if place not in guesses]:
+                    guesses[open_guesses[-1]] = True
+                    continue
+                refused = Refusal(done, type(steps[done]).__name__, run.recording.refused)
+                count = done
+        return Recorded(program, refused)
 
 
 class RecordGone(Exception):

@@ -8,7 +8,6 @@ are made by the dataset.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ import torch
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds import limits
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import warn
 from monai_gds.programs.program import Program, same_tensors
 from monai_gds.programs.recorder import Refusal
 
@@ -99,11 +98,9 @@ class Trust:
         self.most = next((n for n in range(program.done) if not same(again(n + 1), eagerly(n + 1))), 0)
         name = type(steps[self.most]).__name__
         what = "draws other numbers" if same(made[0], expected[0]) else "gives other values"
-        warnings.warn(
+        warn(
             f"{name} {what} by its program than by itself, so it and what comes after it are run on the voxels in the "
             "loader's thread from now on. Batches are right. Please report the transform",
-            CacheWarning,
-            stacklevel=8,
         )
         return expected[0]
 

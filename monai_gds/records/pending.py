@@ -146,7 +146,7 @@ class PendingItem:
                 self._head = self._reader.head(self._path)
             begun = self._reader.begin(self._path, self._head, self._head.rest if self.later else self._head.table)
         table = self._head.rest if self.later else self._head.table
-        tensors = _whole(self._reader, self._path, self._head, table, begun)
+        tensors = _whole(self._head, table, begun)
         if begun.verify:
             self._reader.mark_verified(self._path, self._head.file, whole=not self.later)
         if self.later and self._head.runs:
@@ -158,7 +158,7 @@ class PendingItem:
         if not self._head.recipe.plan.arrays:
             return {}
         table = self._head.part(self._head.recipe.plan.arrays)
-        return _whole(self._reader, self._path, self._head, table, self._reader.begin(self._path, self._head, table))
+        return _whole(self._head, table, self._reader.begin(self._path, self._head, table))
 
     @property
     def runs(self) -> Mapping[tuple[str, str, str], Runs]:
@@ -220,9 +220,7 @@ class PendingItem:
         return volumes
 
 
-def _whole(
-    reader: RecordReader, path: str, head: RecordHead, table: TensorTable, begun: Begun
-) -> dict[str, torch.Tensor]:
+def _whole(head: RecordHead, table: TensorTable, begun: Begun) -> dict[str, torch.Tensor]:
     """The tensors of a table, whole, once they are read."""
     stages.enter("reading")
     errors, raw = begun.pending.errors, begun.pending.tensors
@@ -282,7 +280,7 @@ class Volumes:
                 try:
                     found: dict[str, Volume | Whole] = {} if self.begun is None else {**self._unpacked(self.begun)}
                     if self.whole is not None and self.table is not None:
-                        tensors = _whole(self._reader, self._path, self._head, self.table, self.whole)
+                        tensors = _whole(self._head, self.table, self.whole)
                         found |= {name: Whole(tensor) for name, tensor in tensors.items()}
                     self._found, self.failed = found, False
                 except Exception as e:

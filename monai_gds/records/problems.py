@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
 from monai_gds.base.notices import Notice
-from monai_gds.errors import CacheWarning, CodecMissing, NewerRecord, RecordError
+from monai_gds.errors import CodecMissing, NewerRecord, RecordError, warn
 from monai_gds.items.types import UnknownHere
 
 #: Errors that concern the directory, its disk or this process rather than one file: hundreds of records have the same.
@@ -23,8 +22,8 @@ _ADVICE: dict[Any, str] = {
     errno.ENOSPC: "free some space, or move {folder}",
     errno.EDQUOT: "free some of your quota, or move {folder}",
     errno.EROFS: "mount it writable, or move {folder}",
-    errno.EACCES: "give yourself permission, or move {folder}",
-    errno.EPERM: "give yourself permission, or move {folder}",
+    errno.EACCES: "change its permissions, or move {folder}",
+    errno.EPERM: "change its permissions, or move {folder}",
     errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
     errno.ESTALE: "the file server has lost it: mount it again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
@@ -106,7 +105,7 @@ class Problems:
             self._reported.add(once_for)
         if self._run is not None and not Notice(self._directory, self._run, once_for).is_new():
             return
-        warnings.warn(message, CacheWarning, stacklevel=2)
+        warn(message)
 
 
 def with_advice(error: OSError, folder: str = "cache_dir") -> str:

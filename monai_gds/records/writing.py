@@ -74,7 +74,6 @@ format.
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -84,7 +83,7 @@ import torch
 from monai_gds.base import checksum as _checksum
 from monai_gds.base.dtypes import name_of
 from monai_gds.base.names import digest_of
-from monai_gds.errors import CacheWarning, DamagedRecord, MonaiGdsError
+from monai_gds.errors import DamagedRecord, MonaiGdsError, warn
 from monai_gds.items.tree import EncodedItem, tensor_bytes
 from monai_gds.records.compression import WHOLE, Compression, Lookup
 from monai_gds.records.header import ARRAYS, CRC, PAD, TABLE, VERSION, Header, RunsKey
@@ -173,7 +172,7 @@ def _packed(
         try:
             found = pack(name, tensor.cpu())
         except (MonaiGdsError, MemoryError, RuntimeError) as e:  # packing is optional, and must not end an epoch
-            warnings.warn(f"a tensor is saved {how}: {e}", CacheWarning, stacklevel=2)
+            warn(f"a tensor is saved {how}: {e}")
             failed = True
             continue
         if found is not None:

@@ -14,14 +14,27 @@ from monai.transforms import Compose, Randomizable
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.populate import fill
 from monai_gds.dataset.settings import CacheOptions
+from monai_gds.errors import NotSaved, warn
 from monai_gds.pipeline.parts import parts
-from monai_gds.swap.stand_in import StandIn, divided, warn
+from monai_gds.swap.stand_in import StandIn, divided
 
 #: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
 _IN_MEMORY = ("_load_cache_item", "_fill_cache")
 
 #: Methods of ``PersistentDataset``, which ``CacheDataset`` does not have, and which are called here.
 _OF_PERSISTENT = ("_pre_transform", "_post_transform", "_cachecheck")
+
+
+def _fill(
+    dataset: GDSDataset, indices: Sequence[int] | None = None, num_workers: int | None = None, progress: bool = True
+) -> None:
+    """Fills the cache. A folder that cannot be written does not end a program that needs none with MONAI."""
+    try:
+        fill(dataset, indices, num_workers, progress)
+    except NotSaved as e:
+        if dataset.settings.strict:
+            raise
+        warn(f"{e}. Items without a record are computed at every access")
 
 
 def _refused(self: Any, *_: Any, **__: Any) -> Any:
@@ -119,7 +132,7 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     def _fill(self, indices: Sequence[int]) -> None:
         """Makes the records of items that have none. One worker, MONAI's default, is one per core here."""
         workers = self.num_workers if self.num_workers is not None and self.num_workers > 1 else None
-        fill(self, indices, workers, self.progress)
+        _fill(self, indices, workers, self.progress)
 
     @property
     def _cache(self) -> Any:
@@ -202,13 +215,13 @@ class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
         self.progress = given.get("progress", True)
         self.lmdb_kwargs = given.get("lmdb_kwargs") or {}
         self.db_file = Path(self.cache_dir or "") / f"{given.get('db_name', 'monai_cache')}.lmdb"
-        fill(self, progress=self.progress)
+        _fill(self, progress=self.progress)
 
     def set_data(self, data: Sequence[Any]) -> None:
         """Takes new data, and fills the cache. No record is deleted, since others may use it."""
         GDSDataset.set_data(self, data)
         self._runtime.keys = None  # to look at sources again
-        fill(self, progress=self.progress)
+        _fill(self, progress=self.progress)
 
     def info(self) -> dict[str, Any]:
         """The number of items and the folder of the records, in the place of what LMDB reports of its database."""

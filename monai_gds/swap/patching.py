@@ -19,10 +19,10 @@ import monai.apps
 import monai.data
 
 from monai_gds.dataset.settings import refuse
-from monai_gds.errors import HashingError
+from monai_gds.errors import HashingError, warn
 from monai_gds.swap import cached, loaders, plain, slides
 from monai_gds.swap.smart import SmartCacheDataset
-from monai_gds.swap.stand_in import OURS, warn
+from monai_gds.swap.stand_in import OURS
 
 #: What stands in for each of MONAI's classes. This module is imported before anything can be patched.
 _STAND_INS: Mapping[type, type] = {
@@ -154,7 +154,7 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
         >>> type(dataset).__mro__[1].__name__, monai.data.CacheDataset.__module__
         ('Cached', 'monai.data.dataset')
     """
-    refuse({name: options[name] for name in options.keys() - OURS})
+    refuse({name: options[name] for name in options.keys() - OURS}, OURS)
     defaults = {"cache_dir": os.path.abspath(os.path.expanduser(cache_dir)), "device": device, **options}
     changes: list[tuple[Any, str, Any]] = []
     replaced = {}

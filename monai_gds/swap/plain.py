@@ -10,9 +10,10 @@ from monai.transforms import Compose, LazyTrait, Transform
 
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.settings import check_data, check_transforms
+from monai_gds.errors import warn
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.split import Split, loaded_keys
-from monai_gds.swap.stand_in import StandIn, divided, warn
+from monai_gds.swap.stand_in import StandIn, divided
 
 
 class Plain(StandIn):

@@ -7,15 +7,12 @@ A stand-in usually also derives from the class that it stands in for: it keeps i
 from __future__ import annotations
 
 import inspect
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from monai.data import Dataset, PersistentDataset
 
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.errors import CacheWarning
 
 #: The arguments of a GDSDataset, which a stand-in takes by name besides those of MONAI's class.
 OURS = frozenset(inspect.signature(GDSDataset).parameters) - {"others"}
@@ -64,11 +61,3 @@ def divided(
     extra = kwargs.keys() - signature.parameters.keys()
     ours = {name: kwargs[name] for name in extra if name in OURS or not any_name}
     return signature.bind(*args, **{name: value for name, value in kwargs.items() if name not in ours}), ours
-
-
-def warn(message: str) -> None:
-    """Warns, at the line of the first caller that is neither here nor in MONAI."""
-    frame, level = sys._getframe(1), 2
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("monai", "monai_gds"):
-        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(message, CacheWarning, stacklevel=level)

@@ -47,7 +47,7 @@ _STORED_CHUNK = 2
 
 #: At 8 v, the entry of a block whose bytes are all v: its size -v and a byte 1.
 _CONSTANTS = np.array([(-v, 1) for v in range(256)], np.int32).reshape(-1).view(np.uint8)
-_HINT = "tiles are compressed by Blosc2: pip install 'monai_gds[tiles]'"
+_HINT = "pip install 'monai_gds[tiles]'"
 
 
 class _CompressionSettings(ctypes.Structure):

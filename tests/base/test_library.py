@@ -21,9 +21,13 @@ def test_the_first_that_loads_is_taken_with_its_functions_declared() -> None:
 @pytest.mark.parametrize(
     ("name", "where", "reason"),
     [
-        ("libnot-here.so", {}, r"libnot-here\.so: cannot open shared object file"),
+        ("/lib/libnot-here.so", {}, r"libnot-here\.so: cannot open shared object file"),
         ("libm.so.6", {"functions": {"sinus": (ctypes.c_int,)}}, r"libm\.so\.6: undefined symbol: sinus"),
-        ("libnot-here.so", {"package": "none.at_all"}, r"the package none\.at_all is not installed; libnot-here\.so"),
+        (
+            "libm.so.6",
+            {"package": "none.at_all", "functions": {"sinus": (ctypes.c_int,)}},
+            r"the package none\.at_all is not installed; .*sinus",
+        ),
         ("libnot-here.so", {"package": "torch", "folder": "lib"}, r"torch/lib/libnot-here\.so: cannot open"),
     ],
 )
@@ -32,6 +36,13 @@ def test_a_library_that_cannot_be_used_has_its_reason_and_a_remedy(
 ) -> None:
     with pytest.raises(MonaiGdsError, match=rf"^{name} cannot be loaded \(.*{reason}.*\): {HINT}$"):
         library(name, HINT, **where)
+
+
+def test_what_is_not_installed_is_all_that_there_is_to_say() -> None:
+    with pytest.raises(MonaiGdsError, match=rf"^libnot-here\.so is not installed: {HINT}$"):
+        library(("libnot-here.so.0", "libnot-here.so"), HINT)
+    with pytest.raises(MonaiGdsError, match=rf"^the package none\.at_all is not installed: {HINT}$"):
+        library("libnot-here.so", HINT, package="none.at_all")
 
 
 def test_the_error_is_of_the_class_that_its_caller_promises() -> None:

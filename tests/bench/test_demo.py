@@ -9,7 +9,7 @@ import pytest
 from monai_gds.bench import demo
 from monai_gds.bench.comparison import META
 from monai_gds.bench.made_up import write_volumes
-from monai_gds.bench.report import Report, Row
+from monai_gds.bench.report import Report, Row, differ
 
 
 def rows_of(report: Report) -> dict[str, float | None]:
@@ -38,8 +38,8 @@ def test_rows_that_are_not_told_apart_are_one_and_the_order_is_that_of_the_media
     ],
 )
 def test_what_a_difference_is(first: tuple[float, ...], second: tuple[float, ...], different: bool) -> None:
-    assert demo.differ(Row("a", first), Row("b", second)) is different
-    assert demo.differ(Row("b", second), Row("a", first)) is different
+    assert differ(Row("a", first), Row("b", second)) is different
+    assert differ(Row("b", second), Row("a", first)) is different
 
 
 def test_a_row_that_could_not_run_is_in_no_order() -> None:

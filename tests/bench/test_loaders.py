@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from monai_gds.bench import loaders
 from monai_gds.bench.made_up import write_image_folder
 from monai_gds.command.main import app
 from monai_gds.errors import ImageListError
@@ -68,6 +69,13 @@ def test_loaders_make_their_images() -> None:
                  "--device", "cpu", "--json")  # fmt: skip
     assert list(rows(output)) == [("encoded bytes to cpu", "posix")]
     assert 90 < json.loads(output)["about"]["kB per image"] < 130
+
+
+def test_a_small_folder_is_timed_over_64_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    timed: list[int] = []
+    monkeypatch.setattr(loaders, "_rate", lambda *given: float(timed.append(given[3]) or 1))
+    run("loaders", "--datadir", str(folder), "--batchsize", "4", "--reader", "posix", "--no-decode", "--device", "cpu")
+    assert set(timed) == {64}
 
 
 def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

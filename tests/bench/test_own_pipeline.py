@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from monai_gds.bench import own_pipeline
 from monai_gds.bench.comparison import META, OURS, OURS_LOADER, REFERENCE
+from monai_gds.bench.report import Report, Row
 from tests.commands import run
 
 MODULE = '''
@@ -94,6 +97,18 @@ def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
     told = [row["notes"].get("read by", "") for row in report["rows"]]
     assert ["GB mapped" in words or "GB read into host memory" in words for words in told] == [True, True, *[False] * 3]
     assert not list(Path("cache").glob("*.safetensors"))
+
+
+def test_a_ratio_that_may_be_noise_is_told(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {REFERENCE: (1.0, 1.1, 1.0), OURS: (1.2, 1.0, 1.3), OURS_LOADER: (2.0, 2.2, 2.1), "CacheDataset": ()}
+
+    def compare(*_: Any) -> Report:
+        return Report("", "items/s", [Row(name, samples) for name, samples in measured.items()], REFERENCE)
+
+    monkeypatch.setattr(own_pipeline, "compare", compare)
+    done = run("bench", "dataset", "--function", module, "--json")
+    rows = json.loads(done.stdout)["reports"][0]["rows"]
+    assert [row["name"] for row in rows if row["notes"] == {"difference": "not told apart"}] == [OURS]
 
 
 @pytest.mark.parametrize(

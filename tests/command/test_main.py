@@ -169,10 +169,70 @@ def test_errors_are_one_line_and_exit_code_1(
     assert (done.exit_code, done.stdout, done.stderr) == (1, "", f"monai-gds: {words}\n")
 
 
-def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(maintenance, "record_files", lambda _: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        run("cache", "verify", tmp_path)
+def test_an_unexpected_error_keeps_its_traceback_for_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(maintenance.header, "digest_in", lambda _: 1 // 0)
+    (tmp_path / "file").write_bytes(b"x")
+    done = run("cache", "verify", tmp_path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "maintenance.py" in done.stderr and done.stderr.endswith(
+        "ZeroDivisionError: integer division or modulo by zero\n"
+    )
+    assert "typer" not in done.stderr
+
+
+FAULTY = """
+from monai.transforms import Compose, EnsureTyped, Lambdad, RandLambdad
+from monai_gds import GDSDataset
+
+def faulty(image):
+    return image.nothing
+
+def make(what):
+    if what == "value":
+        return int("seven")
+    if what == "argument":
+        return GDSDataset([], None, "cache", devise="cpu")
+    if what == "backend":
+        return GDSDataset([], None, "cache", device="cpu", backend="xnvme-bam")
+    wrong = {"once": Lambdad("image", faulty), "random": RandLambdad("image", faulty)}[what]
+    return GDSDataset([{"image": [1.0]}], Compose([EnsureTyped("image"), wrong]), "cache", device="cpu")
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "what", "shown", "last"),
+    [
+        ("cache explain", "value", 'int("seven")', "ValueError: invalid literal"),
+        ("cache explain", "argument", "GDSDataset(", "TypeError: GDSDataset has no argument 'devise': did you mean"),
+        ("profile", "once", "return image.nothing", "monai_gds: while computing item 0"),
+        ("profile", "random", "return image.nothing", "monai_gds: while computing item 0"),
+        ("bench dataset --function", "random", "return image.nothing", "RuntimeError: applying transform"),
+    ],
+)
+def test_an_error_of_the_users_code_is_shown_with_its_line_on_one_screen(
+    command: str, what: str, shown: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"faulty_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(FAULTY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = run(*command.split(), f"{name}:make", f"what={what}")
+    lines = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert lines[0] == "Traceback (most recent call last):" and shown in done.stderr
+    assert lines[-1].startswith(last)
+    assert len(lines) <= 40
+    assert "typer" not in done.stderr and "importlib" not in done.stderr
+
+
+def test_what_this_package_raises_on_the_users_call_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"faulty_{tmp_path.name}.py").write_text(FAULTY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = run("cache", "explain", f"faulty_{tmp_path.name}:make", "what=backend")
+    assert done.stderr.startswith("monai-gds: backend='xnvme-bam' does not work here") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

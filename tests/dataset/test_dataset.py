@@ -23,6 +23,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, fields, replace
+from inspect import signature
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from monai.data import DataLoader, MetaTensor, PersistentDataset, ThreadDataLoader, list_data_collate
+from monai.data import CacheDataset, DataLoader, MetaTensor, PersistentDataset, ThreadDataLoader, list_data_collate
 from monai.data.meta_obj import set_track_meta
 from monai.data.utils import json_hashing, pickle_hashing
 from torch.utils.data import Subset
@@ -792,10 +793,10 @@ def test_a_cache_dir_that_names_no_folder(make: Make, cache: Any, error: type[Ex
     "data", [None, ({"image": i} for i in range(3)), {"image": "ct.nii"}, {1, 2}, "data.json"], ids=lambda d: type(d)
 )
 def test_data_that_are_no_sequence_are_named(data: Any) -> None:
-    with pytest.raises(TypeError, match=f"data is a {type(data).__name__}: give a sequence of items"):
+    with pytest.raises(TypeError, match=f"data is of type {type(data).__name__}: give a sequence of items"):
         GDSDataset(data, pipeline(), None, device="cpu")
     dataset = GDSDataset([], pipeline(), None, device="cpu")
-    with pytest.raises(TypeError, match="data is a"):
+    with pytest.raises(TypeError, match="data is of type"):
         dataset.set_data(data)
 
 
@@ -1424,7 +1425,9 @@ def test_an_error_of_a_random_transform_names_the_item(make: Make, crops: bool) 
     for _ in range(2):  # computed, and read
         with pytest.raises(RuntimeError) as raised:
             list(GDSDataLoader(dataset))
-        assert raised.value.__notes__ == ["monai_gds: while computing item 0 of the dataset"]
+        cause, item = raised.value.__notes__
+        assert re.match("because of KeyError: .*`imag`", cause)
+        assert item == "monai_gds: while computing item 0 of the dataset"
 
 
 def test_a_function_among_the_transforms_is_named_as_the_user_does(make: Make) -> None:
@@ -1561,16 +1564,32 @@ def test_arguments_that_became_options_name_their_place(tmp_path: Path) -> None:
     for name in (one.name for one in fields(CacheOptions)):
         with pytest.raises(TypeError, match=rf"^{name}= is options=CacheOptions\({name}=...\)$"):
             GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", **{name: None})
-    for name in ("cache_rat", "cache_rate"):
-        with pytest.raises(TypeError, match=f"GDSDataset has no argument '{name}'"):
-            GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", **{name: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cachedir", r"no argument 'cachedir': did you mean 'cache_dir'\?$"),
+        ("cache_rat", r"no argument 'cache_rat': did you mean 'cache_rate'\?$"),
+        ("colour", r"no argument 'colour': help\(GDSDataset\)"),
+        *(
+            (name, f"no argument '{name}', which is CacheDataset's: leave it out. populate=True caches all items")
+            for name in sorted(set(signature(CacheDataset).parameters) - set(signature(GDSDataset).parameters))
+        ),
+    ],
+)
+def test_an_argument_that_there_is_not_is_answered_with_what_to_write(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        GDSDataset([1], [mt.Identity()], tmp_path, device="cpu", **{name: 0.5})
 
 
 def test_options_may_be_a_dict(make: Make) -> None:
     as_dict, as_such = make(options={"verify": "always"}), make(options=CacheOptions(verify="always"))
     assert as_dict.settings.options == as_such.settings.options != make().settings.options
-    with pytest.raises(TypeError, match="CacheOptions has no option 'checks'"):
+    with pytest.raises(TypeError, match=r"CacheOptions has no option 'checks': help\(CacheOptions\)"):
         make(options={"checks": "always"})
+    with pytest.raises(TypeError, match=r"CacheOptions has no option 'veriffy': did you mean 'verify'\?"):
+        make(options={"veriffy": "always"})
     with pytest.raises(TypeError, match=r"options='always': give CacheOptions\(...\), or a dict"):
         make(options="always")
 

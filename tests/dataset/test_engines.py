@@ -162,7 +162,7 @@ def test_workers_with_other_keys_end_it(make: Datasets, log: Path, monkeypatch: 
 
     def elsewhere(*args: Any) -> Any:  # a host that has another version of MONAI
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(item_keys, "_version", lambda _: "0.1")
+            patch.setattr(item_keys, "version_of_monai", lambda _: "0.1")
             return submit(*args)
 
     monkeypatch.setattr(executor, "submit", elsewhere)

@@ -135,15 +135,16 @@ class NeedsThisProcess(mt.Transform):
         return data
 
 
-def test_what_default_workers_cannot_compute_is_computed_here(
-    make: Any, log: Path, tmp_path: Path, cores: None
+@pytest.mark.parametrize("workers", [None, 2], ids=["by default", "two"])
+def test_what_workers_cannot_compute_is_computed_here(
+    make: Any, log: Path, tmp_path: Path, cores: None, workers: int | None
 ) -> None:
     trap = tmp_path / "trap"
     trap.touch()
     dataset = make(4, item2={"kill": str(trap)})
     dataset.transform = mt.Compose([*dataset.transform.transforms, NeedsThisProcess()])
     with pytest.warns(CacheWarning, match="is tried once more"), pytest.raises(PopulateError, match="1 of 4") as failed:
-        dataset.populate()
+        dataset.populate(workers)
     assert [item.index for item in failed.value.failures] == [2], "or it would have killed this process"
     assert [dataset.is_cached(n) for n in range(4)] == [True, True, False, True]
 

@@ -15,7 +15,7 @@ import monai.transforms as mt
 import pytest
 import torch
 
-from monai_gds import CacheWarning, GDSDataset, PopulateError
+from monai_gds import CacheWarning, GDSDataset, PopulateError, limits
 from monai_gds.folder.maintenance import Unwanted, prunable, survey
 from monai_gds.keys import kept, source_memo
 from monai_gds.keys import key as key_module
@@ -224,6 +224,19 @@ def test_what_an_item_before_has_kept_is_not_saved_once_it_has_changed(tmp_path:
         data.populate(num_workers=0, progress=False)
 
 
+def test_what_is_computed_again_with_a_file_in_memory_is_found_again(
+    tmp_path: Path, atlas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transform = Keeps()
+    assert values(dataset(tmp_path, 1, transform)) == [10]
+    for record in (tmp_path / "cache").glob("*.safetensors"):
+        record.unlink()
+    monkeypatch.setattr(kept, "_all", {})  # nothing tells that the transform has loaded it
+    assert values(again := dataset(tmp_path, 1, transform)) == [10]
+    assert again.is_cached(0)
+    assert list(again.key(0).sources) == [str(atlas)]
+
+
 @functools.cache
 def loaded(path: str) -> float:
     return float(Path(path).read_text())
@@ -305,6 +318,22 @@ def test_files_of_other_items_do_not_count(tmp_path: Path, atlas: Path) -> None:
     data = dataset(tmp_path, transform=PerCase())
     values(data)
     assert set(data.key(2).sources) == {str(atlas), str(atlas.parent / "case_002_seg.txt")}
+
+
+def test_of_many_files_those_that_all_items_need_go_on_counting(
+    tmp_path: Path, atlas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PerCase(Keeps):
+        def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+            found = super().__call__(data)
+            return {"x": found["x"] + float(Path(os.environ["ATLASES"], f"case_{data['n']}_seg.txt").read_text())}
+
+    monkeypatch.setattr(limits, "KEPT_READS", 2)
+    for n in range(5):
+        (atlas.parent / f"case_{n}_seg.txt").write_text("0")
+    data = dataset(tmp_path, 5, transform=PerCase())
+    assert values(data) == [10, 11, 12, 13, 14]
+    assert [str(atlas) in data.key(n).sources for n in range(5)] == [True] * 5
 
 
 # Settings

@@ -54,6 +54,11 @@ def test_json_is_all_that_is_printed_and_measuring_leaves_nothing_behind(tmp_pat
     assert speed["details"]["warm"] > 0
 
 
+def test_a_few_kilobytes_are_no_measurement(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 4 << 20) as small, pytest.raises(OSError, match="less than 1 MiB"):
+        probes.speed("cpu", str(small))
+
+
 def test_a_read_only_directory_fails(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 20 << 20) as small:
         read_only(small)

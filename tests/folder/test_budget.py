@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import time
@@ -178,7 +179,7 @@ def test_populate_and_warm_leave_out_what_does_not_fit(tmp_path: Path, monkeypat
         warmed = command("cache", "warm", "budgeted_study:make", "--num-workers", "1")
     assert (warmed.exit_code, warmed.stdout) == (
         0,
-        "4 items computed, 0 were cached already, 4 left out by max_bytes\n",
+        "4 items computed, 0 were cached already, 4 left out by the budget\n",
     )
 
 
@@ -488,8 +489,17 @@ def test_the_command_writes_and_shows_it(tmp_path: Path) -> None:
     assert "may hold 0.0 MB" in done.stdout
     assert "more than its budget" in done.stderr
     assert budget.written(tmp_path) == 1000
+    (makes_room,) = re.findall("`monai-gds (.*?)` makes room", done.stderr)
+    assert command(*makes_room.split(), "1kB", tmp_path).exit_code == 0
+    assert not maintenance.record_files(tmp_path)
     command("cache", "budget", str(tmp_path), "none")
     assert budget.written(tmp_path) is None
+
+
+def test_a_budget_that_may_not_be_written_is_an_error_that_names_the_folder() -> None:
+    with shared_folder() as folder:
+        done = in_child(lambda: command("cache", "budget", folder, "1kB"), nobody=True)
+        assert (done.exit_code, done.stderr) == (1, f"monai-gds: {folder}/.index: Permission denied\n")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"bytes": -1}', b'{"bytes": "1"}', b"\xff"])

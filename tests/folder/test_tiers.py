@@ -22,7 +22,7 @@ from monai.transforms import Compose, EnsureTyped, RandSpatialCropd, ScaleIntens
 
 from monai_gds import GDSDataLoader
 from monai_gds.dataset.dataset import GDSDataset
-from monai_gds.dataset.making import ItemMaker
+from monai_gds.dataset.making import Maker
 from monai_gds.errors import CacheWarning, StorageError
 from monai_gds.folder import directory
 from monai_gds.folder.directory import CacheDirectory
@@ -187,7 +187,7 @@ def test_a_copy_whose_data_cannot_be_read_is_read_from_afar_and_replaced(
         return wait(self, item)
 
     monkeypatch.setattr(PendingItem, "wait", failing)
-    monkeypatch.setattr(ItemMaker, "compute", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(Maker, "compute", lambda *_: pytest.fail("computed"))
     made = dataset(far, near)
     with pytest.warns(CacheWarning, match="is read from cache_dir.*and move local_dir") as caught:
         assert same(epoch(made), items)

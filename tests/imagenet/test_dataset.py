@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -223,6 +224,12 @@ def test_normalisation_is_what_it_says(folder: Path, kind: Callable[[Any], Any])
     mean, std = (10.0, 20.0, 30.0), (2.0, 4.0, 8.0)
     normal = next(iter(dataset(folder, 1, normalize=kind([kind(mean), kind(std)]))))["image"][0]
     torch.testing.assert_close(normal, ((plain - torch.tensor(mean)) / torch.tensor(std)).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("given", [224, "224", (0, 224), (224, 224, 3), (224.0, 224), (224,)])
+def test_a_crop_that_is_no_size_is_refused_at_once(folder: Path, given: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"crop={given!r}: give (height, width) in pixels")):
+        dataset(folder, crop=given)
 
 
 @pytest.mark.parametrize("given", [(1.0, 2.0), ([1.0],), ("mean", "std")])
@@ -649,7 +656,7 @@ def test_arguments_that_make_no_sense(
 
 
 def test_an_argument_that_is_spelt_wrong_is_named_with_the_right_one(folder: Path) -> None:
-    with pytest.raises(TypeError, match=r"no argument 'suffle': do you mean 'shuffle'\?"):
+    with pytest.raises(TypeError, match=r"no argument 'suffle': did you mean 'shuffle'\?"):
         dataset(folder, suffle=True)
     with pytest.raises(TypeError, match=r"no argument 'xyzzy'$"):
         dataset(folder, xyzzy=1)

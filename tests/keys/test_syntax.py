@@ -19,11 +19,10 @@ from monai_gds.keys import reads, syntax
 for path in sys.argv[1:]:
     for code in reads.with_inner(compile(open(path).read(), path, "exec", dont_inherit=True)):
         if code.co_flags & 2 and (code.co_name == "<lambda>" or code.co_name[0] != "<"):  # no class, and no list
-            form, constants, _ = syntax.tree_of(code)
+            form, constants = syntax.tree_of(code)
             found = reads.reads_of(code)
             read = [(name, sorted(map(str, paths))) for name, paths in sorted(found.variables.items())]
-            imported = reads.imports_of(code, "monai.transforms")
-            print(code.co_qualname, form.hex(), constants, sorted(found.names), read, imported, code.co_freevars)
+            print(code.co_qualname, form.hex(), constants, sorted(found.names), read, found.imports, code.co_freevars)
 """
 
 _OTHERS = [p for v in ("3.12", "3.13") for p in glob.glob(f"/root/.pyenv/versions/{v}*/bin/python")]

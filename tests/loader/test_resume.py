@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.loader.resume import Place
-from monai_gds.programs.draws import Draws
+from monai_gds.programs import draws
 from tests.fresh import Interpreter
 from tests.machines import in_child
 from tests.same import assert_same
@@ -177,8 +177,8 @@ def test_every_batch_is_that_of_an_epoch_without_a_pause(
     pipeline: str, settings: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[Any] = []
-    drawn = Draws._drawn
-    monkeypatch.setattr(Draws, "_drawn", lambda self, turn, *args: ahead.append(turn.item) or drawn(self, turn, *args))
+    record = draws.record_item
+    monkeypatch.setattr(draws, "record_item", lambda *args: ahead.append(args) or record(*args))
 
     def fresh(seed: int) -> GDSDataLoader:
         return loader(dataset(folder, PIPELINES[pipeline]), SETTINGS[settings], seed)

@@ -339,6 +339,15 @@ def test_advice_is_of_what_this_machine_has(
     assert stats.advice.partition(": ")[2] == said
 
 
+@pytest.mark.parametrize(("found", "smaller"), [(object(), ", or smaller records: compression='zstd'."), (None, ".")])
+def test_smaller_records_are_advised_where_they_can_be_made(
+    found: object, smaller: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monai_gds.loader.stats.find_spec", lambda _: found)
+    advice = stats_of(waiting=1.0, stages={"reading": 1.0}).advice
+    assert advice.endswith(f": a drive or folder that reads faster{smaller}")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

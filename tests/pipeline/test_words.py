@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import traceback
 import warnings
@@ -127,6 +128,25 @@ def test_a_traceback_ends_with_the_item(broken: GDSDataset, load: Any, cached: b
     note = expected(broken)
     assert text.endswith(note if "negative" not in request.node.callspec.id else note.replace("item 2", "item -2"))
     assert text.count("while computing") == (2 if "_RemoteTraceback" in text else 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fails", [mt.Lambdad, mt.RandLambdad])
+def test_a_traceback_ends_with_the_cause_of_a_transforms_error_once(tmp_path: Path, fails: Any, workers: int) -> None:
+    steps = mt.Compose([*pipeline().transforms, mt.Compose([fails("image", lambda image: image.nothing)])])
+    dataset = GDSDataset(write_volumes(tmp_path, 1, (12, 12, 12)), steps, tmp_path / "cache", device="cpu")
+    lines = raised(lambda: list(GDSDataLoader(dataset, workers))).splitlines()
+    assert re.match("because of AttributeError: .* no attribute 'nothing'", lines[-2])
+    assert lines[-1].startswith("monai_gds: while computing item 0")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_populate_names_the_cause_once(tmp_path: Path, workers: int) -> None:
+    steps = mt.Compose([*pipeline().transforms[:1], mt.Lambdad("image", lambda image: image.nothing)])
+    dataset = GDSDataset(write_volumes(tmp_path, 1, (12, 12, 12)), steps, tmp_path / "cache", device="cpu")
+    with pytest.raises(PopulateError) as caught:
+        dataset.populate(workers)
+    assert str(caught.value).count("AttributeError") == 1
 
 
 def test_saving_names_it(broken: GDSDataset) -> None:

@@ -19,7 +19,7 @@ from monai.transforms.traits import RandomizableTrait
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.pipeline.ahead import drawn_ahead
-from monai_gds.pipeline.randomness import States
+from monai_gds.pipeline.randomness import slots, states_at
 from monai_gds.pipeline.split import Split
 from tests.recipes import RECIPES, loaded, volumes
 from tests.roundtrip import without_ids
@@ -227,8 +227,7 @@ def _without_ids(value: Any) -> Any:
 
 def _states(of: Any) -> Any:
     """Of what runs in every epoch."""
-    rest = Split(of.transform).rest
-    return States(rest).generators()
+    return [states_at(slots(step)) for step in Split(of.transform).rest]
 
 
 @pytest.mark.parametrize(

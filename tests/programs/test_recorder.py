@@ -760,7 +760,7 @@ def test_a_program_is_plain_and_small() -> None:
     del of["fg"], of["bg"]
     program = run(own(torch_only), of=of).program
     assert b"torch._utils" not in pickle.dumps(program)
-    assert len(pickle.dumps(program)) < 2 * program.nbytes < 30_000
+    assert len(pickle.dumps(program)) < 30_000
 
 
 def test_forms_tell_operations_apart() -> None:

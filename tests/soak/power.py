@@ -109,7 +109,7 @@ def look(folder: Path, cache: Path, form: str, crops: bool, saved: list[int]) ->
     with warned():
         reader = Reader(items, cache, form, crops, TINY)
         for index in saved:
-            record = Path(reader.dataset.session.record_path(reader.dataset.key(index)))
+            record = Path(reader.dataset.session.cache().record_path(reader.dataset.key(index).digest))
             if record.name not in there:
                 tally.found("wrong", f"the durable record of item {index} of {len(saved)} is not there")
             elif (found := check(record)) is None or found.problem:

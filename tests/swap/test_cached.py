@@ -30,7 +30,7 @@ from monai.transforms import (
 from monai.utils import set_determinism
 
 import monai_gds
-from monai_gds import CacheWarning, GDSDataset
+from monai_gds import CacheWarning, GDSDataset, NotSaved
 from tests.fixtures_nifti import write_volumes
 from tests.same import assert_same
 
@@ -171,6 +171,20 @@ def test_its_options_are_those_of_a_gds_dataset_too(items: list[dict[str, Any]],
     assert (ours.cache_dir, ours.settings.options.verify) == (tmp_path / "own", "always")
     with pytest.raises(TypeError, match="GDSDataset has no argument 'cache_rates'"):
         monai.data.CacheDataset(items, transform(), cache_rates=0.5)
+
+
+@pytest.mark.parametrize("name", ["CacheDataset", "SmartCacheDataset", "LMDBDataset"])
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_program(
+    items: list[dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "cache").symlink_to("/proc/none/here")
+    given = {"replace_rate": 0.5, "cache_rate": 0.5} if name == "SmartCacheDataset" else {}
+    with monai_gds.patch(tmp_path / "cache"):
+        with pytest.warns(CacheWarning, match="Items without a record are computed at every access"):
+            ours = getattr(monai.data, name)(items, transform(), progress=False, **given)
+        assert len(epoch(ours)) == len(ours) > 0
+        with pytest.raises(NotSaved):
+            getattr(monai.data, name)(items, transform(), progress=False, strict=True, **given)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_hits_are_equal_to_misses(tmp_path: Path, codec: str) -> None:
 def test_a_damaged_tile_is_computed_anew(tmp_path: Path, verify: str) -> None:
     with _dataset(tmp_path, "zstd") as dataset:
         missed = dataset[0]
-    record = Path(dataset.session.record_path(dataset.key(0)))
+    record = Path(dataset.session.cache().record_path(dataset.key(0).digest))
     data = bytearray(record.read_bytes())
     data[len(data) // 2] ^= 0x40
     record.write_bytes(data)
@@ -255,7 +255,7 @@ def test_records_that_stay_on_the_device(tmp_path: Path, room: float | str) -> N
     kept = cache._reader._kept
     assert kept is not None
     assert 0 < kept.nbytes <= bytes_of(room, "device_bytes")
-    Path(again.session.record_path(again.key(1))).unlink()
+    Path(again.session.cache().record_path(again.key(1).digest)).unlink()
     assert torch.equal(again[1]["image"], missed[1]["image"])  # computed again
 
 
@@ -289,7 +289,7 @@ def test_crops_read_only_their_tiles(tmp_path: Path, codec: str, device_bytes: f
 def test_bitcomp_is_for_gpus_only(tmp_path: Path) -> None:
     with _dataset(tmp_path, "bitcomp") as dataset:
         missed = dataset[0]
-    record = Path(dataset.session.record_path(dataset.key(0)))
+    record = Path(dataset.session.cache().record_path(dataset.key(0).digest))
     assert 3 * record.stat().st_size < sum(missed[key].nbytes for key in ("image", "label"))
     assert torch.equal(_dataset(tmp_path)[0]["image"], missed["image"])
     with pytest.raises(ValueError, match="bitcomp"):

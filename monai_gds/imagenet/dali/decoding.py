@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,8 @@ class Decoding:
         """Raises a ValueError for what cannot be used: now, and not at the first batch."""
         if self.flip and not self.training:
             raise ValueError("flip=True mirrors at random, as for training: leave it out, or training=False")
+        if self.crop is not None and not _is_size(self.crop):
+            raise ValueError(f"crop={self.crop!r}: give (height, width) in pixels, such as (224, 224)")
         if self.normalize and not isinstance(self.normalize, bool):
             try:
                 _, _ = (tuple(map(float, part)) for part in self.normalize)
@@ -141,6 +144,15 @@ class Decoding:
 #: Arguments of ``fn.decoders.image_random_crop`` only.
 _RANGES = {"random_area": (0.08, 1.0), "random_aspect_ratio": (3 / 4, 4 / 3)}
 _OF_CROPS = {*_RANGES, "num_attempts"}
+
+
+def _is_size(value: Any) -> bool:
+    """Whether this is a height and a width."""
+    try:
+        height, width = map(operator.index, value)
+    except (TypeError, ValueError):
+        return False
+    return height > 0 and width > 0
 
 
 def _middle(images: Any, shape: Any, crop: tuple[int, int]) -> Any:

@@ -306,7 +306,7 @@ def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) 
     dataset.populate(progress=False)
     loader = load(dataset, stats=True)
     list(loader)
-    whole = os.path.getsize(dataset.session.record_path(dataset.key(0)))
+    whole = os.path.getsize(dataset.session.cache().record_path(dataset.key(0).digest))
     assert loader.stats().nbytes < 1.5 * whole, "the crop's tiles, and once all for the comparison"
 
 
@@ -539,9 +539,9 @@ def test_a_record_that_is_gone_or_damaged_meanwhile_is_made_again(make: Make, mo
 
     def deleting(self: Any, session: Any, split: Any, index: int, *args: Any) -> None:
         if index == 2:
-            Path(session.record_path(session.key(index))).unlink(missing_ok=True)
+            Path(session.cache().record_path(session.key(index).digest)).unlink(missing_ok=True)
         if index == 4:
-            path = Path(session.record_path(session.key(index)))
+            path = Path(session.cache().record_path(session.key(index).digest))
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 255
             path.write_bytes(data)

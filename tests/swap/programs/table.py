@@ -1,4 +1,4 @@
-"""Programs as MONAI's users write them: how they are listed and run, and the table of them in the how-to.
+"""Programs as MONAI's users write them: how they are listed and run, and the table of them in the documentation.
 
 A program is a function of a :class:`Study` that yields what its user looks at: batches, losses, predictions. It names
 MONAI's classes as ``md.NAME``, so that it finds what stands in for them under ``patch()``.

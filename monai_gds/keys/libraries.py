@@ -1,4 +1,8 @@
-"""Where Python code comes from: an installed library, or the user."""
+"""Where Python code comes from, an installed library or the user, and what counts of libraries' classes.
+
+Nothing here imports these libraries at its start. MONAI's version is an ingredient of the key by itself, so its code
+counts by name only.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,12 @@ import re
 import sys
 import sysconfig
 import types
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
-from monai_gds.keys.of_libraries import UNVERSIONED
+#: Libraries that count by name only.
+UNVERSIONED = frozenset({"monai", "monai_gds"})
 
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(kind) + "/" for kind in ("stdlib", "platstdlib"))
 
@@ -124,8 +131,20 @@ def is_in_site(file: str) -> bool:
     return site is not None and re.search(r"/(?:site|dist)-packages/", f"{os.path.realpath(site[0])}/") is not None
 
 
+def version_of_monai(wanted: str | None) -> str:
+    """MONAI's version, as far as it counts: ``"exact"``, ``"minor"``, or None for nothing."""
+    if wanted is None:
+        return ""
+    import monai
+
+    found = str(monai.__version__)
+    if wanted == "exact" and not is_in_site(monai.__file__):  # a clone keeps its version from edit to edit
+        found = f"{found} {_digest_of_folder(os.path.dirname(monai.__file__))}"
+    return ".".join(re.split(r"[.+]", found)[:2]) if wanted == "minor" else found
+
+
 @functools.cache
-def digest_of_folder(folder: str) -> str:
+def _digest_of_folder(folder: str) -> str:
     """32 hex digits of the code in a folder, as it was when it was first asked for."""
     h = hashlib.blake2b(digest_size=16)
     for kind in ("py", "so"):
@@ -164,3 +183,66 @@ def file_of(module: str) -> str | None:
 def is_lazy(module: types.ModuleType) -> bool:
     """Whether a module may make up members when it is asked for them."""
     return "__getattr__" in vars(module) or type(module) is not types.ModuleType
+
+
+#: Attributes that do not count, by class: random state, and what objects remember of calls and of the process.
+TRANSIENT = {
+    "monai.data.image_reader.ImageReader": frozenset({"filenames", "has_series"}),
+    "monai.transforms.inverse.TraceableTransform": frozenset({"_tracing"}),
+    "monai.transforms.transform.Randomizable": frozenset({"R"}),
+    "monai.transforms.transform.RandomizableTransform": frozenset({"R", "_do_transform"}),
+    "numpy.vectorize": frozenset({"_ufunc"}),
+    "omegaconf.base.Node": frozenset({"_flags_cache"}),
+    "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
+    "torch._dynamo.convert_frame.ConvertFrameBox": frozenset({"error_on_graph_break"}),
+    "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
+    "torch.nn.modules.rnn.RNNBase": frozenset({"_flat_weight_refs"}),
+    "torch.utils.hooks.RemovableHandle": frozenset({"hooks_dict_ref", "extra_dict_ref", "id"}),
+}
+
+#: Classes whose objects count by their type: what they hold is the state of a process, which gives no values.
+BY_TYPE = frozenset(
+    ("_thread.lock", "_thread.RLock", "concurrent.futures._base.Executor", "logging.Handler",
+     "multiprocessing.pool.Pool", "multiprocessing.synchronize.SemLock")
+)  # fmt: skip
+
+#: What counts of wrappers beside the function that they wrap, by class.
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "functools._lru_cache_wrapper": lambda wrapper: wrapper.cache_parameters()["typed"],
+    "joblib.memory.MemorizedFunc": attrgetter("ignore"),
+    "numba.core.dispatcher.Dispatcher": attrgetter("targetoptions"),
+}
+
+
+def writes_files(cls: type) -> bool:
+    """Whether a class writes the files that its attributes name, so that they are not its inputs."""
+    return cls.__module__.startswith("monai.") and cls.__name__.startswith(("Save", "Write"))
+
+
+def _requested_readers(loader: Any) -> list[Any]:
+    """The readers of a ``LoadImage`` that decide what it reads.
+
+    Without ``reader=``, the file's suffix selects among all that are installed, and all count. With ``reader=``, MONAI
+    still registers its default readers in front of the requested ones, and which those are depends on the libraries
+    that are installed.
+    """
+    readers = list(loader.readers)
+    if loader.auto_select:
+        return readers
+    from monai.transforms.io.array import SUPPORTED_READERS, get_default_reader_registration_order
+
+    default = iter([SUPPORTED_READERS[name] for name in get_default_reader_registration_order()])
+    skipped = 0
+    for reader in readers:
+        if not any(type(reader) is cls for cls in default):  # `default` continues after the match
+            break
+        skipped += 1
+    return readers[skipped:] or readers
+
+
+#: Attributes that count by a function of the object, by class and name.
+COMPUTED: dict[str, dict[str, Callable[[Any], Any]]] = {
+    # kept in _tracing, which is created on first use
+    "monai.transforms.inverse.TraceableTransform": {"tracing": attrgetter("tracing")},
+    "monai.transforms.io.array.LoadImage": {"readers": _requested_readers},
+}
