@@ -15,7 +15,7 @@ import monai.transforms as mt
 import pytest
 import torch
 
-from monai_gds import GDSDataLoader, GDSDataset
+from monai_gds import GDSDataLoader, GDSDataset, limits
 from monai_gds.dataset import populate
 from monai_gds.dataset.populate import Populated
 from monai_gds.folder.writer import process_writer
@@ -169,6 +169,7 @@ def test_an_item_is_leased_until_its_record_is_there(tmp_path: Path, monkeypatch
         rename(*paths, **more)
 
     monkeypatch.setattr(os, "rename", slow)
+    monkeypatch.setattr(limits, "SAVED_AT_ONCE_BYTES", -1)
     dataset.__getitems__([0])
     assert publishing.wait(20)
     assert Leases(tmp_path / "cache").held_elsewhere(digest(dataset, 0))

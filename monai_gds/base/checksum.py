@@ -36,9 +36,14 @@ def mix(n: np.ndarray) -> np.ndarray:
         return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
+@functools.lru_cache(maxsize=1)
+def _column_weights() -> np.ndarray:
+    return mix(np.arange(_COLUMNS, dtype=np.uint64)).view(np.int64)
+
+
 @functools.lru_cache(maxsize=8)
-def _column_weights(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(mix(np.arange(_COLUMNS, dtype=np.uint64)).view(np.int64)).to(device)
+def _column_weights_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_column_weights()).to(device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -46,22 +51,8 @@ def _row_weights(count: int) -> np.ndarray:
     return mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32)).view(np.int64)
 
 
-def _row_sums(words: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64, on the device of the words."""
-    weights = _column_weights(words.device)
-    if words.device.type == "cpu":
-        return torch.from_numpy(_row_sums_numpy(words.numpy(), weights.numpy()))
-    sums = []
-    count = limits.CHECKSUM_PIECE_BYTES // 8
-    for start in range(0, words.numel(), count):
-        chunk = words[start : start + count]
-        folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
-        sums.append((folded * weights).sum(1))  # torch has no int64 matrix-vector product on GPUs
-    return torch.cat(sums)
-
-
-def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """As :func:`_row_sums`, in NumPy and single-threaded.
+def _row_sums(words: np.ndarray) -> np.ndarray:
+    """Weighted sums of whole rows, (rows * 4096,) -> (rows,) int64, single-threaded.
 
     100 MB take 16 ms. Torch, whose ``add`` first multiplies by ``alpha``, takes 26 ms with one thread and 16 with two.
     """
@@ -73,19 +64,35 @@ def _row_sums_numpy(words: np.ndarray, weights: np.ndarray) -> np.ndarray:
         folded = np.right_shift(chunk, 32, out=buffer[: chunk.size])
         folded += chunk
         first = start // _COLUMNS
-        np.dot(folded.reshape(-1, _COLUMNS), weights, out=sums[first : first + chunk.size // _COLUMNS])
+        np.dot(folded.reshape(-1, _COLUMNS), _column_weights(), out=sums[first : first + chunk.size // _COLUMNS])
     return sums
 
 
-def _last_row_sum(data: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of a row that is cut short. Small tensors have no other."""
-    if data.device.type != "cpu":
-        row = torch.zeros(8 * _COLUMNS, dtype=torch.uint8, device=data.device)
-        row[: data.numel()] = data
-        return _row_sums(row.view(torch.int64))
-    words = np.frombuffer(data.numpy().tobytes() + bytes(-data.numel() % 8), np.int64)
-    weights = _column_weights(data.device).numpy()[: words.size]  # the zeros of the rest add nothing
-    return torch.from_numpy(np.dot(((words >> 32) + words)[None], weights))
+def _rows(data: np.ndarray) -> np.ndarray:
+    """The weighted sum of each row; the last row is as if padded with zeros."""
+    whole = data.size - data.size % (8 * _COLUMNS)
+    sums = [_row_sums(data[:whole].view(np.int64))] if whole else []
+    if whole < data.size or not sums:  # small data have no other
+        words = np.frombuffer(data[whole:].tobytes() + bytes(-data.size % 8), np.int64)
+        sums.append(np.dot(((words >> 32) + words)[None], _column_weights()[: words.size]))
+    return np.concatenate(sums) if len(sums) > 1 else sums[0]
+
+
+def _rows_on_device(data: torch.Tensor) -> torch.Tensor:
+    """As :func:`_rows`, on the data's own device."""
+    row = 8 * _COLUMNS
+    whole = data.numel() - data.numel() % row
+    parts = [data[:whole].clone() if data.data_ptr() % 8 else data[:whole]] if whole else []
+    if whole < data.numel():
+        parts.append(torch.zeros(row, dtype=torch.uint8, device=data.device))
+        parts[-1][: data.numel() - whole] = data[whole:]
+    sums, count = [torch.empty(0, dtype=torch.int64, device=data.device)], limits.CHECKSUM_PIECE_BYTES // 8
+    for words in (part.view(torch.int64) for part in parts):
+        for start in range(0, words.numel(), count):
+            chunk = words[start : start + count]
+            folded = (chunk >> 32).add_(chunk).view(-1, _COLUMNS)
+            sums.append((folded * _column_weights_on(data.device)).sum(1))  # torch has no int64 product on GPUs
+    return torch.cat(sums)
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -100,37 +107,22 @@ def checksums(several: Sequence[torch.Tensor]) -> list[int]:
     """The checksum of each of several tensors on one device, as :func:`checksum`. On a GPU it waits once, for all."""
     if sys.byteorder != "little":
         raise RuntimeError("checksums are defined for little-endian machines")
-    if not several:
-        return []
-    rows = [_rows(data) for data in several]
-    sums = (torch.cat(rows) if len(rows) > 1 else rows[0]).cpu().numpy()
+    if not several or several[0].device.type == "cpu":
+        return [_total(data.numel(), _rows(data.numpy())) for data in several]
+    rows = [_rows_on_device(data) for data in several]
+    sums = torch.cat(rows).cpu().numpy()
     ends = np.cumsum([len(row) for row in rows]).tolist()
     return [_total(data.numel(), sums[begin:end]) for data, begin, end in zip(several, [0, *ends], ends, strict=False)]
 
 
 def checksum_of_file(fd: int, nbytes: int) -> int:
     """The checksum of the first ``nbytes`` of an open file, which is read a piece at a time. Raises OSError."""
-    rows = []
+    rows = [np.empty(0, np.int64)]
     for start in range(0, nbytes, limits.CHECKSUM_PIECE_BYTES):
-        piece = bytearray(read_at(fd, min(limits.CHECKSUM_PIECE_BYTES, nbytes - start), start))
+        piece = read_at(fd, min(limits.CHECKSUM_PIECE_BYTES, nbytes - start), start)
         if piece:  # else the file has become shorter
-            rows.append(_rows(torch.frombuffer(piece, dtype=torch.uint8)))
-    return _total(nbytes, torch.cat(rows).numpy() if rows else np.empty(0, np.int64))
-
-
-def _rows(data: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each row; the last row is as if padded with zeros."""
-    row = 8 * _COLUMNS
-    whole = data.numel() - data.numel() % row
-    sums = []
-    if whole:
-        body = data[:whole]
-        sums.append(_row_sums((body.clone() if body.data_ptr() % 8 else body).view(torch.int64)))
-    if whole < data.numel():
-        sums.append(_last_row_sum(data[whole:]))
-    if not sums:
-        return torch.empty(0, dtype=torch.int64, device=data.device)
-    return torch.cat(sums) if len(sums) > 1 else sums[0]
+            rows.append(_rows(np.frombuffer(piece, np.uint8)))
+    return _total(nbytes, np.concatenate(rows))
 
 
 def _total(nbytes: int, sums: np.ndarray) -> int:

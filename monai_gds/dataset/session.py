@@ -238,7 +238,7 @@ class Session(NamedTuple):
         """
         split, runtime = self.split(), self.runtime
         if items is None:
-            data = self.data
+            data = items_of(self.dataset.data, split.inner)
             items = [data[index] for index in indices]
         cache = self.cache() if split.deterministic else None
         if split.steady is not None and split.steady.given_up:

@@ -21,12 +21,12 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 from monai_gds import limits
-from monai_gds.base.file_systems import opened
+from monai_gds.base.file_systems import LOCAL, kind_of_folder, opened
 from monai_gds.errors import FileChanged, NewerRecord, NotSaved, RecordError, warn
 from monai_gds.folder.budget import LOOK_AGAIN, Budget, OverBudget
 from monai_gds.folder.index import Index, IndexEntry
@@ -259,14 +259,25 @@ class CacheDirectory:
         """Waits until nothing is written any more that reading a record has begun."""
 
     def publish_behind(self, key: Key, item: EncodedItem, done: Callable[[], None] | None = None) -> None:
-        """As :meth:`publish`, in the background. Waits only while the queue is full.
+        """As :meth:`publish`, in the background, or at once where handing it over takes longer: a small one to a drive
+        of this machine. Waits only while the queue is full.
 
         The item may change as soon as this returns. ``done`` is called once publishing has ended.
         """
-        if not self.full:
+        small = sum(tensor.nbytes for tensor in item.tensors.values()) <= limits.SAVED_AT_ONCE_BYTES
+        if not self.full and not (small and self._is_near):
             process_writer().submit(self.record_path(key.digest), self.publish, key, item, done)
-        elif done is not None:
-            done()
+            return
+        try:
+            self.publish(key, item)
+        finally:
+            if done is not None:
+                done()
+
+    @cached_property
+    def _is_near(self) -> bool:
+        """Whether items come from this machine's memory and go to its own drive."""
+        return self._reader.on_cpu and kind_of_folder(self.path) in LOCAL
 
 
 def _note_use(folders: Sequence[Uses], digest: str) -> None:

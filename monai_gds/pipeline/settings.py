@@ -270,7 +270,7 @@ def apply(state: State, only: bool = False) -> contextlib.ExitStack:
     """
     wanted, undo = dict(state), contextlib.ExitStack()
     for setting in _ALL:
-        if setting.apply is None or not (setting.name in wanted or (setting in _SETTINGS and not only)):
+        if setting.apply is None or not (setting.name in wanted or (not only and setting in _SETTINGS)):
             continue
         before = setting.read()
         value = wanted.get(setting.name, str(setting.default))

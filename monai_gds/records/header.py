@@ -6,7 +6,6 @@ The format is specified in :mod:`monai_gds.records.writing`. Files are opened fo
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -223,7 +222,7 @@ def parse(head: bytes, size: int) -> Header:
     if len(text) != start - 8 or stored != b"%08x" % zlib.crc32(text):
         raise DamagedRecord("its header does not match its checksum")
     try:
-        header = _loads(text, object_pairs_hook=_no_duplicates)
+        header = _loads_entries(text.decode())
         metadata = header.pop("__metadata__")
         "".join([*header, *metadata, *metadata.values()]).encode()  # raises for lone surrogates, as safetensors does
         version = int(metadata["version"])
@@ -259,15 +258,17 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-#: Python's own parser takes NaN and Infinity, which no other parser of JSON does.
-_loads = functools.partial(json.loads, parse_constant=_no_constant)
-
-
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         raise DamagedRecord("its header names an entry twice")
     return out
+
+
+#: Python's own parser takes NaN and Infinity, which no other parser of JSON does. ``json.loads`` would make a new one
+#: for each text.
+_loads = json.JSONDecoder(parse_constant=_no_constant).decode
+_loads_entries = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_no_duplicates).decode
 
 
 def _entries(header: dict[str, Any], checksums: dict[str, str], start: int, size: int) -> dict[str, Tensor]:

@@ -135,8 +135,10 @@ class RecordReader:
     def begin(self, path: str, head: RecordHead, table: TensorTable) -> Begun:
         """Begins to read the tensors of a table."""
         verify = self.must_verify(path, head.file, table is head.table)
-        # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills.
-        begin = self.storage.map if self.on_cpu and not verify and self._maps(path) else self.storage.load
+        # A record to be verified is read, not mapped: on a failing disk a read raises, touching a mapping kills. Ranges
+        # of a small one are never mapped, and so they are read at once.
+        reads = not verify or head.file.size < limits.MAP_BYTES
+        begin = self.storage.map if self.on_cpu and reads and self._maps(path) else self.storage.load
         if not head.tiles or not self.unpacks_there():
             return Begun(begin(table.reads.at(path, head.file)), None, verify)
         tiles = [head.tiles.get(name) for name, _, _ in table.tensors]

@@ -78,12 +78,15 @@ def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> int:
     return address
 
 
-def map_privately(fd: int, offset: int, nbytes: int) -> torch.Tensor:
-    """A private mapping of a part of a file. It is unmapped when the last array or tensor over it is gone."""
-    skip = offset % mmap.ALLOCATIONGRANULARITY
-    length = nbytes + skip
+def map_privately(fd: int, offset: int, nbytes: int, size: int) -> torch.Tensor:
+    """A private mapping of a part of a file of this size. It is unmapped when the last array or tensor over it is gone.
+
+    It begins and ends between the file's huge pages, since the kernel maps one at once only where all of it is mapped.
+    """
+    skip = offset % HUGE
+    length = min(skip + nbytes + -(skip + nbytes) % HUGE, size - offset + skip)
     start = map_file(fd, offset - skip, length)
-    if HUGE <= nbytes <= limits.HUGE_MAP_BYTES:
+    if nbytes <= limits.HUGE_MAP_BYTES:
         # Advice for a part would split the mapping in the kernel, which allows 65,530 per process.
         _libc.madvise(start, length, _MADV_HUGEPAGE)
     return tensor_at(start + skip, nbytes, partial(unmap, start, length))

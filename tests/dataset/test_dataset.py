@@ -1262,7 +1262,7 @@ def slowly(*args):
     time.sleep(0.5)
     return publish(*args)
 CacheDirectory.publish = slowly
-dataset = GDSDataset([{"x": np.ones(9)}] , Compose([EnsureTyped("x")]), sys.argv[1], device="cpu")
+dataset = GDSDataset([{"x": np.ones(99_999)}], Compose([EnsureTyped("x")]), sys.argv[1], device="cpu")
 dataset.__getitems__([0])
 import os; print(len([n for n in os.listdir(sys.argv[1]) if n.endswith("safetensors")]))
 """,

@@ -23,8 +23,10 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.errors import CacheWarning, FileChanged, MonaiGdsError
+from monai_gds.folder import directory
 from monai_gds.folder.directory import CacheDirectory, prepare
 from monai_gds.folder.maintenance import check, survey
+from monai_gds.folder.writer import process_writer
 from monai_gds.items.tree import encode_item
 from monai_gds.records.compression import Compression
 from monai_gds.records.header import SUFFIX
@@ -138,6 +140,25 @@ def test_what_was_published_is_read(cache: CacheDirectory, nbytes: int) -> None:
         assert get(cache, "a") == 1
     assert temporaries(Path(cache.path)) == []
     assert [p.name for p in records(cache.path)] == [path_of(cache, "a").name]
+
+
+def test_small_items_are_saved_at_once_on_a_drive_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, waited = PosixBackend.write, []
+
+    def noted(*args: Any, **more: Any) -> None:
+        waited.append(threading.current_thread() is threading.main_thread())
+        write(*args, **more)
+
+    monkeypatch.setattr(PosixBackend, "write", noted)
+    for name, nbytes, kind in (("small", 4096, 0xEF53), ("large", LARGE, 0xEF53), ("to a server", 4096, 0x6969)):
+        monkeypatch.setattr(directory, "kind_of_folder", {str(tmp_path): kind}.get)
+        cache = CacheDirectory(tmp_path, open_storage("posix", "cpu"))
+        cache.publish_behind(key(name), encode_item(item(1, nbytes)))
+        process_writer().flush()
+        assert get(cache, name) == 1
+    assert waited == [True, False, False]
 
 
 @pytest.mark.usefixtures("no_warning")

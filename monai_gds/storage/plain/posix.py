@@ -186,15 +186,15 @@ class PosixBackend(BlockingBackend):
             for offset, nbytes in ranges:
                 if nbytes and offset + nbytes > size:  # touching a mapped page beyond the end would kill the process
                     raise files.ends_early(size, offset + nbytes - size, path)
-            return [self._map_one(fd, offset, nbytes, path) for offset, nbytes in ranges]
+            return [self._map_one(fd, offset, nbytes, size, path) for offset, nbytes in ranges]
         finally:
             os.close(fd)
 
-    def _map_one(self, fd: int, offset: int, nbytes: int, path: str) -> torch.Tensor:
+    def _map_one(self, fd: int, offset: int, nbytes: int, size: int, path: str) -> torch.Tensor:
         # A range with an unaligned start is read instead, so that the tensor can be viewed as any dtype.
         if nbytes >= limits.MAP_BYTES and offset % ALIGNMENT == 0:
             with suppress(OSError):  # vm.max_map_count is used up, or the file system maps nothing: read instead
-                mapped = map_privately(fd, offset, nbytes)
+                mapped = map_privately(fd, offset, nbytes, size)
                 stages.count(stages.MAPPED, nbytes)
                 return mapped
         stages.count(stages.HOST, nbytes)
