@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -64,6 +64,18 @@ def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
     plain = {one.replace("_", "").lower(): one for one in known}  # so that batchsize is close to batch_size
     near = get_close_matches(name.replace("_", "").lower(), plain, n=1)
     return f": did you mean {plain[near[0]]!r}?" if near else otherwise and f": {otherwise}"
+
+
+def causes(error: BaseException | None, contexts: bool = False) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on, each once: ``raise e from e`` leads to itself.
+
+    With ``contexts``, also what was being handled where an error was raised from nothing.
+    """
+    met: set[int] = set()
+    while error is not None and id(error) not in met:
+        yield error
+        met.add(id(error))
+        error = error.__cause__ or (error.__context__ if contexts else None)
 
 
 class MonaiGdsError(Exception):

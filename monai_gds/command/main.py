@@ -26,7 +26,7 @@ from monai_gds.command.options import PACKAGE, BackendOption, DeviceOption, User
 from monai_gds.command.pack import app as pack_app
 from monai_gds.command.profile import app as profile_app
 from monai_gds.command.run import app as run_app
-from monai_gds.errors import MonaiGdsError
+from monai_gds.errors import MonaiGdsError, causes
 
 #: Where the frames between the command line and the work come from.
 _AROUND = (*(str(Path(one).parent) for one in (__file__, typer.__file__, importlib.__file__)), "<frozen importlib")
@@ -145,6 +145,5 @@ def main() -> None:
 
 def _by_a_transform(error: BaseException) -> bool:
     """Whether a transform raised the error, or its cause. The frames of this package tell its author nothing then."""
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    cause = error.__cause__ or error.__context__
-    return any("/monai/transforms/" in name for name in frames) or (cause is not None and _by_a_transform(cause))
+    frames = [frame for one in causes(error, contexts=True) for frame in traceback.extract_tb(one.__traceback__)]
+    return any("/monai/transforms/" in frame.filename for frame in frames)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from monai.data import PersistentDataset
 
-from monai_gds.errors import BrokenItem, CacheWarning, FailedItem
+from monai_gds.errors import BrokenItem, CacheWarning, FailedItem, causes
 from monai_gds.pipeline.words import in_words, path_of, paths_of
 from monai_gds.shared.notes import FOLDER
 
@@ -35,29 +35,29 @@ _WORDS = 300
 
 def is_of_memory(error: BaseException | None) -> bool:
     """Whether this error, or the one that caused it, says that a device had no memory."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or is_of_memory(error.__cause__))
+    return any(isinstance(one, torch.OutOfMemoryError) for one in causes(error))
 
 
 def unreadable(error: Exception, item: Any) -> BrokenItem | None:
     """The error of a file that cannot be loaded, in place of MONAI's; None if the error is another one."""
-    while (loads := _LOADS.match(str(error))) is None and isinstance(error.__cause__, RuntimeError):
-        error = error.__cause__  # nested pipelines
-    cause = error.__cause__
+    loads, cause = None, error.__cause__
+    for one in causes(error):  # nested pipelines
+        loads, cause = _LOADS.match(str(one)), one.__cause__
+        if loads is not None or not isinstance(cause, RuntimeError):
+            break
     if loads is None or cause is None or is_of_memory(cause):
         return None
-    path = _path_at(error, item) or next((path for _, path in paths_of(item)), "")
+    path = _path_at(cause, item) or next((path for _, path in paths_of(item)), "")
     if not path:
         return None
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    *_, cause = causes(cause)
     why = " ".join(str(cause).split())
     return BrokenItem(f"{path}: {loads[1]} cannot load it: {type(cause).__name__}: {why[:_WORDS]}")
 
 
-def _path_at(error: Exception, item: Any) -> str | None:
+def _path_at(cause: BaseException, item: Any) -> str | None:
     """The file under the key that the transform had come to."""
-    cause, found = error.__cause__, None
-    step = None if cause is None else cause.__traceback__
+    step, found = cause.__traceback__, None
     while step is not None:
         key = step.tb_frame.f_locals.get("key")
         if isinstance(item, Mapping) and isinstance(key, str) and key in item and "self" in step.tb_frame.f_locals:

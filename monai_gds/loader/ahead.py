@@ -17,7 +17,7 @@ from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
-from monai_gds.errors import CacheWarning, WorkerDied
+from monai_gds.errors import CacheWarning, WorkerDied, causes
 from monai_gds.loader.crew.crew import Running
 from monai_gds.loader.crew.drawn import NO_BATCH, Drawn
 from monai_gds.loader.crew.programs import LoopLeft, Programs
@@ -332,11 +332,8 @@ def _drop_frames(error: BaseException | None) -> None:
     """Drops the tracebacks of an error and of those that led to it. Frames that hold the error itself are a circle, and
     keep the memory of finished items until the collector runs.
     """
-    dropped: list[BaseException] = []
-    while error is not None and error not in dropped:  # "raise e from e" leads to itself
-        error.__traceback__ = None
-        dropped.append(error)
-        error = error.__cause__ or error.__context__
+    for one in causes(error, contexts=True):
+        one.__traceback__ = None
 
 
 def _begin_all(dataset: GDSDataset, indices: Sequence[int]) -> list[Begun | Exception]:

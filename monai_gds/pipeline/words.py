@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from monai_gds.errors import MonaiGdsError
+from monai_gds.errors import MonaiGdsError, causes
 
 #: The most paths that a note names, and the most characters of each.
 _MOST_PATHS = 4
@@ -50,9 +50,7 @@ class naming:  # noqa: N801 (a function, to those who use it)
 
 def _add_cause(error: Exception) -> None:
     """Notes the first cause: a traceback has it at the top, and at the end MONAI's error, which names the transform."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    *_, cause = causes(error)
     if cause is not error and not isinstance(error, MonaiGdsError) and type(cause).__name__ != _REMOTE:
         error.add_note(f"{_BECAUSE}{type(cause).__name__}: {' '.join(str(cause).split())[:_WORDS]}")
 
@@ -102,10 +100,8 @@ def in_words(error: BaseException) -> str:
     words = []
     added = (note for note in getattr(error, "__notes__", ()) if not note.startswith(_BECAUSE))
     notes = "".join(f" ({' '.join(note.split())})" for note in added)
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         raised = _RAISED.search(str(cause)) if type(cause).__name__ == _REMOTE else None
         text = raised[1] if raised else f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         words.append(text[:_WORDS])
-        cause = cause.__cause__
     return ", because of ".join(words) + notes

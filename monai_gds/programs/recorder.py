@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from monai_gds.errors import causes
 from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
 from monai_gds.programs import kept
@@ -293,6 +294,5 @@ def _lifted(item: Any, lift: Callable[[Tensor], Tensor]) -> Any:
 
 def _reason(error: BaseException) -> str:
     """An error in one line, without MONAI's wrapping."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    *_, error = causes(error)
     return f"it raised {type(error).__name__}: {error}"

@@ -46,6 +46,31 @@ def test_what_a_note_says(index: Any, item: Any, expected: str) -> None:
     assert note_of(index, item) == f"monai_gds: while computing {expected}"
 
 
+class Sloppy(mt.Transform):  # type: ignore[misc]
+    """Raises an error from itself."""
+
+    def __call__(self, data: Any) -> Any:
+        try:
+            raise ValueError("no good")
+        except ValueError as e:
+            raise e from e
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda dataset: dataset[0],
+        lambda dataset: dataset.populate(0, progress=False),
+        lambda dataset: list(GDSDataLoader(dataset, on_error="skip")),
+    ],
+    ids=["index", "populate", "skip"],
+)
+def test_an_error_that_is_its_own_cause(take: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        take(GDSDataset([1, 2], mt.Compose([Sloppy()]), tmp_path, "cpu"))
+    assert "no good" in "".join(traceback.format_exception(caught.value))
+
+
 def test_a_long_path_keeps_its_end(tmp_path: Path) -> None:
     note = note_of(1, {"image": "/data/" + "x" * 5000 + "/ct_3.nii.gz"})
     assert len(note) < 300
