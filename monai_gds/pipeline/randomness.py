@@ -245,6 +245,11 @@ class States:
         named = (getattr(owner, "R", None) for owner in found.values())  # a user's may be a rotation, say
         self._held = states_of(filter(is_generator, named))
 
+    @property
+    def generators(self) -> list[Any]:
+        """Those that the transforms had."""
+        return [generator for generator, _ in self._held]
+
     def put_back(self, since: States | None = None) -> None:
         """Gives the transforms these attributes, with their generators in these states.
 

@@ -28,7 +28,7 @@ import torch
 
 from monai_gds.pipeline.ahead import drawn_ahead, why_not_now
 from monai_gds.pipeline.loops import Loop
-from monai_gds.pipeline.randomness import States
+from monai_gds.pipeline.randomness import States, states_kept
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.program import Program
 from monai_gds.programs.recorder import Recorder, RecordGone, record_item
@@ -164,15 +164,16 @@ class Draws:
         if self._on_ghosts:
             visible = States(self._steps)
             before = visible if since is None else since
-            try:
-                before.put_back()
-                program = self._program(lazy, turn.item)
-                drawn = None if program is None else _Drawn(program, before, States(self._steps))
-            except RecordGone:
-                turn.lazy = None
-                return
-            finally:
-                visible.put_back()
+            with states_kept(before.generators):  # which the transforms need not have any more
+                try:
+                    before.put_back()
+                    program = self._program(lazy, turn.item)
+                    drawn = None if program is None else _Drawn(program, before, States(self._steps))
+                except RecordGone:
+                    turn.lazy = None
+                    return
+                finally:
+                    visible.put_back()
         whole = {name: [whole_box(shape)] for name, (_, shape) in lazy.later.items()}
         turn.volumes, turn.drawn = lazy.read(whole if drawn is None else drawn.program.boxes()), drawn
 

@@ -647,6 +647,17 @@ def test_unseeded_transforms_draw_from_one_generator(folder: Path) -> None:
     assert_same(after[1:], generator.get_state()[1:])
 
 
+def test_a_generator_that_the_transforms_had_before_a_seed(folder: Path) -> None:
+    mine = dataset(folder, lambda: [crop()])
+    generator = np.random.RandomState(4)
+    mine.transform.transforms[1].set_random_state(state=generator)
+    begun = mine.session.begin([0, 1])
+    mine.transform.set_random_state(5)
+    begun += mine.session.begin([2])
+    assert len(begun) == 3
+    assert_same(generator.get_state()[1:], np.random.RandomState(4).get_state()[1:], "nothing has ended")
+
+
 def _randomizables(compose: mt.Compose) -> list[Any]:
     return [part for step in compose.transforms for part in parts(step) if isinstance(part, mt.Randomizable)]
 
