@@ -138,6 +138,8 @@ class Values(Code):
         kind = type(value)
         if kind in (list, tuple) or kind is torch.Size:
             return [kind.__name__.encode(), *self.each(value, where)]
+        if kind is dict:  # as most items are
+            return [b"dict", *self._contents(value, where)]
         if isinstance(value, (set, frozenset)):
             with self.silence():
                 members = sorted(self.each(value, where))
