@@ -300,7 +300,7 @@ class Values(Code):
 
     def _reduced(self, value: Any, where: str) -> Iterable[bytes]:
         """An object of a C type, by the parts it would be pickled as."""
-        own_attribute(value, "__dict__")  # many types create it on first access, and pickle it from then on
+        own = own_attribute(value, "__dict__")  # many types create it on first access, and pickle it from then on
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce else value.__reduce_ex__(4)  # older protocols drop a datetime's fold
@@ -309,7 +309,8 @@ class Values(Code):
         if isinstance(parts, str):  # the name of a global; numpy.frompyfunc gives its own objects one, too
             inside = [held for held in gc.get_referents(value) if isinstance(held, types.FunctionType)]
             return [parts.encode(), *self.each(inside, where)]
-        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in parts]
+        shown = [None if p is own else p for p in parts]  # attributes count by themselves, those that do
+        return [self.digest(list(p) if isinstance(p, Iterator) else p, where) for p in shown]
 
 
 def _script(value: Any) -> list[bytes]:

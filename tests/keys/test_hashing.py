@@ -1143,3 +1143,18 @@ def test_an_attribute_of_a_function_that_cannot_be_hashed_is_an_error(monkeypatc
     monkeypatch.setattr(_with_numbers, "numbers", (n for n in ()), raising=False)
     with pytest.raises(HashingError, match=r"_with_numbers\['numbers'\]"):
         hash_transforms([lambda x: _with_numbers(x)])
+
+
+class Planes(list[int]):
+    """A list that computes something of its members, and keeps it."""
+
+    @functools.cached_property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(self)
+
+
+def test_what_a_list_of_a_users_has_computed_once_does_not_count() -> None:
+    used = Planes([1, 2])
+    assert used.total == 3
+    assert hash_transforms([mt.Lambda(used.count)]).digest == hash_transforms([mt.Lambda(Planes([1, 2]).count)]).digest
