@@ -177,7 +177,8 @@ class Values(Code):
             return [b"device", (str(value) if self._exact else value.type).encode()]
         if isinstance(value, _RANDOM_STATES) and not self._exact:
             self.met.generators.append(value)
-            return [b"random state", *self.own_code(type(value), where)]
+            own = self.own_code(type(value), where)
+            return [b"random state", *own, *(self.attributes(value, where) if own else ())]
         is_nan = type(value) is float and math.isnan(value) and not self._exact
         plain = [b"float", b"nan"] if is_nan else _plain(value)
         if plain is not None:

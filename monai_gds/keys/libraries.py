@@ -194,6 +194,7 @@ TRANSIENT = {
     "numpy.vectorize": frozenset({"_ufunc"}),
     "omegaconf.base.Node": frozenset({"_flags_cache"}),
     "pydantic._internal._decorators.Decorator": frozenset({"cls_ref"}),  # an address in memory
+    "random.Random": frozenset({"gauss_next"}),
     "torch._dynamo.convert_frame.ConvertFrameBox": frozenset({"error_on_graph_break"}),
     "torch._dynamo.eval_frame.OptimizedModule": frozenset({"_torchdynamo_wrapper_id"}),  # another
     "torch.nn.modules.rnn.RNNBase": frozenset({"_flat_weight_refs"}),

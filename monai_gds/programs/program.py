@@ -204,6 +204,8 @@ class _Packer(pickle.Pickler):
         attributes = None if type(value) is Tensor else value.__dict__
         if number is not None:
             return _hole, (number, type(value), attributes)
+        if value.is_quantized:
+            raise pickle.PicklingError("torch makes no quantized tensor of bytes")
         with torch._C.DisableTorchFunction():
             kind, value = type(value), value.resolve_conj().resolve_neg()
             storage = value.untyped_storage()

@@ -68,6 +68,27 @@ class Names(set):
     pass
 
 
+class Draws(random.Random):
+    def __init__(self, sigma: float) -> None:
+        super().__init__()
+        self.sigma = sigma
+
+
+class Noise(np.random.RandomState):
+    pass
+
+
+def noise(sigma: float) -> Noise:
+    made = Noise()
+    made.sigma = sigma
+    return made
+
+
+def drawn(generator: random.Random) -> random.Random:
+    generator.gauss(0, 1)
+    return generator
+
+
 _RELU, _TANH = ("a", torch.nn.ReLU()), ("b", torch.nn.Tanh())
 
 
@@ -102,6 +123,8 @@ def same_name(value: object) -> str:
         [io.BytesIO(b"a"), io.BytesIO(b"b"), io.StringIO("a"), io.StringIO("b")],
         [torch.quantize_per_tensor(torch.ones(3) * scale, scale, 0, torch.qint8) for scale in (0.25, 0.5)],
         [{1}, frozenset({1}), Names({1}), Names({2})],
+        [Draws(1), Draws(2), random.Random()],
+        [noise(1), noise(2), np.random.RandomState()],
         [b"a", bytearray(b"a")],
         [(1, 2), torch.Size([1, 2])],
         [collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)],
@@ -132,6 +155,7 @@ def test_different_values(values: list[Any]) -> None:
         ({"device": "cuda:0"}, {"device": "cuda:1"}),
         (np.random.RandomState(1), np.random.RandomState(2)),
         (random.Random(1), random.Random(2)),
+        (Draws(1), drawn(Draws(1))),
         (torch.Generator().manual_seed(1), torch.Generator()),
     ],
     ids=same_name,

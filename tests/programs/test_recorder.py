@@ -444,6 +444,13 @@ def test_an_item_that_cannot_be_pickled_is_no_program() -> None:
     assert "pickle" in outcome.refused.why
 
 
+def test_nor_is_one_with_a_quantized_tensor() -> None:
+    few = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    outcome = record(seeded(own(lambda self, data: {**data, "few": few}, whole=True), 0), item(), CPU)
+    assert outcome.program is None and outcome.refused is not None
+    assert "quantized" in outcome.refused.why
+
+
 def test_an_error_of_the_transform_is_a_refusal_and_the_eager_run_raises_it() -> None:
     make = own(lambda self, x: int("three"))
     recorded = record(seeded(make, 0), item(), CPU)
