@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from monai_gds.base.notices import Notice
 from monai_gds.dataset.broken import unreadable
 from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.repeats import Repeats
-from monai_gds.errors import CacheWarning, FileChanged, NotSaved, UnsupportedType, warn
+from monai_gds.errors import FileChanged, NotSaved, UnsupportedType, warn
 from monai_gds.folder.budget import OverBudget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.explain import Nearest, nearest
@@ -70,7 +69,7 @@ class Misses:
         worker = torch.utils.data.get_worker_info()
         if self._why and self._count * (1 if worker is None else worker.num_workers) >= items:
             if Notice("missed", self.of).is_new():
-                warn(_misses(cache.path, self._why))
+                warn(misses_in_words(cache.path, self._why))
             self._why = []
 
     def warn_once(self, kind: type[Exception], message: str) -> None:
@@ -79,16 +78,7 @@ class Misses:
             warn(message)
 
 
-def warn_of_misses(cache_dir: str, why: Sequence[str], stacklevel: int) -> None:
-    """Warns that every item was computed, and why, as :func:`why_missed` found out; empty: nothing.
-
-    ``stacklevel`` is that of :func:`warnings.warn`, called here.
-    """
-    if why:
-        warnings.warn(_misses(cache_dir, why), CacheWarning, stacklevel=stacklevel)
-
-
-def _misses(cache_dir: str, why: Sequence[str]) -> str:
+def misses_in_words(cache_dir: str, why: Sequence[str]) -> str:
     return (
         f"every item was computed again, though {cache_dir} holds records of a similar pipeline. What differs: "
         f"{'; '.join(why)}. See dataset.explain(index)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -20,11 +19,11 @@ from monai_gds.base.units import shown
 from monai_gds.dataset.broken import list_of, write_list
 from monai_gds.dataset.engines import AHEAD, Answer, Engine, Here, InWorkers, OverExecutor, default_workers
 from monai_gds.dataset.inner import is_dataset
-from monai_gds.dataset.making import Saved, warn_of_misses, why_missed
+from monai_gds.dataset.making import Saved, misses_in_words, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.session import Session
-from monai_gds.errors import CacheWarning, FailedItem, NotSaved, PopulateError, UnsupportedType, WorkerDied
+from monai_gds.errors import FailedItem, NotSaved, PopulateError, UnsupportedType, WorkerDied, warn
 from monai_gds.folder.budget import limit_of
 from monai_gds.pipeline.settings import of_process
 from monai_gds.pipeline.words import in_words, path_of
@@ -139,14 +138,12 @@ def populate(
         session.settings.tidy()
     folder = session.settings.folders[0]
     most = limit_of(folder, session.settings.max_bytes) or 0
-    if not done.cached and not done.converted:
-        warn_of_misses(str(folder), why, stacklevel=3)
+    if why and not done.cached and not done.converted:
+        warn(misses_in_words(str(folder), why))
     if done.left_out and ranks.rank == 0:
-        warnings.warn(
-            f"{done.left_out} items are computed in every epoch: its budget of {shown(most)} leaves no room beside "
-            f"the records in {folder} that are in use, or were since this run began",
-            CacheWarning,
-            stacklevel=2,
+        warn(
+            f"{done.left_out} items are computed in every epoch: the budget of {folder}, {shown(most)}, leaves no room "
+            "beside the records there that are in use, or were since this run began"
         )
     return done
 
@@ -264,11 +261,7 @@ class _Filling:
 
     def _suspect(self, index: int, error: Exception) -> None:
         if not self._suspects:
-            warnings.warn(
-                f"{error}. What was under way is tried once more at the end, one item at a time",
-                CacheWarning,
-                stacklevel=2,
-            )
+            warn(f"{error}. What was under way is tried once more at the end, one item at a time")
         self._suspects.append(index)
         self._lost += 1
         if self._lost > _HOPELESS_WINDOWS * self._engine.window:
@@ -442,7 +435,7 @@ def fill(
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
         failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
-        warnings.warn(failed + e.failures[0].error, CacheWarning, stacklevel=3)
+        warn(failed + e.failures[0].error)
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process

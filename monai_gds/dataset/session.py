@@ -31,7 +31,7 @@ from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.making import Maker, Misses, Saved, computing, in_words, is_the_users, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
-from monai_gds.errors import BrokenItem, CacheWarning, NotSaved, UnsupportedType, WorkerDied
+from monai_gds.errors import BrokenItem, NotSaved, UnsupportedType, WorkerDied, warn
 from monai_gds.folder.budget import Budget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.index import Index
@@ -159,7 +159,7 @@ class Session(NamedTuple):
                 raise
             runtime.misses.of = self.settings.began, keys.hashed.digest
             if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
-                warnings.warn(why, CacheWarning, stacklevel=3)
+                warn(why)
             if self.caches:
                 self.note_use(keys.pipeline())
             if runtime.cache is not None:

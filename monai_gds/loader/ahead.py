@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby, islice, takewhile
@@ -17,7 +16,7 @@ from monai_gds.dataset.broken import Skipping, is_of_memory
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.dataset.session import Begun
-from monai_gds.errors import CacheWarning, WorkerDied, causes
+from monai_gds.errors import WorkerDied, causes, warn
 from monai_gds.loader.crew.crew import Running
 from monai_gds.loader.crew.drawn import NO_BATCH, Drawn
 from monai_gds.loader.crew.programs import LoopLeft, Programs
@@ -168,11 +167,9 @@ class ReadAhead:
         begun = [upcoming for upcoming in chain(self._current, *self._drawn) if upcoming.begun is not None]
         if len(begun) > 1 and len(begun) // 2 < self._limit:
             self._limit = self._most_records = len(begun) // 2
-            warnings.warn(
+            warn(
                 f"the device has no memory left for {len(begun)} records in flight: the rest of this epoch has "
-                f"{self._limit}. GDSDataLoader(prefetch={self._limit}) starts with that many",
-                CacheWarning,
-                stacklevel=2,
+                f"{self._limit}. GDSDataLoader(prefetch={self._limit}) starts with that many"
             )
         self._drop_begun()
 

@@ -19,7 +19,6 @@ import logging
 import mmap
 import os
 import pickle
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable
@@ -34,7 +33,7 @@ from monai_gds import limits
 from monai_gds.base.file_systems import opened
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
-from monai_gds.errors import CacheWarning
+from monai_gds.errors import warn
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.staging import pin, unpin
 
@@ -186,11 +185,9 @@ class Arenas:
         needed = packed.nbytes * self._count
         if packed.loose is not None and needed > self._most and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"batches of {packed.nbytes / 1e6:.0f} MB do not all fit into shared memory and are pickled, which is "
-                f"slower: prefetch_bytes={1.25 * needed:.1e} has room for them",
-                CacheWarning,
-                stacklevel=2,
+                f"slower: prefetch_bytes={1.25 * needed:.1e} has room for them"
             )
 
 
