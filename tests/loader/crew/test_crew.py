@@ -356,7 +356,9 @@ def test_nothing_is_made_before_an_epoch_where_the_last_one_was_not_foreseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a training draws is not foreseen: the device's memory and time are better spent."""
-    loader = load(make(tmp_path))
+    dataset = make(tmp_path)
+    dataset.populate(num_workers=0, progress=False)  # an item that is just being saved has no program yet
+    loader = load(dataset)
     for training, wanted in ((False, True), (True, False), (True, False), (False, True)):
         if training:
             torch.rand(3)
