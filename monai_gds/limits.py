@@ -277,6 +277,9 @@ ASKED_BYTES = 4 << 10
 #: Batches that wait for the consumer, each in the device's memory.
 BATCHES_WAITING = 2
 
+#: Seconds that the loader's thread waits at most while the training queues the first step of an epoch on a GPU.
+FIRST_STEP_SECONDS = 0.04
+
 #: Batches whose metadata is kept after the consumer took them, if the loader's thread is never at rest.
 METADATA_KEPT = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
@@ -97,6 +97,7 @@ class ReadAhead:
         self._filled: tuple[Any, ...] = ()  # the counts with which no more could be begun
         self.plain = False
         self._last = 0  # size of the last record that has one
+        self._batch = 1  # items of a batch
 
     def taken(self, finished: tuple[int, int]) -> None:
         """Notes, in the consumer's thread, that it took a batch. ``finished`` counts records and bytes up to there."""
@@ -108,9 +109,6 @@ class ReadAhead:
             if self._error is not None:
                 raise self._error
             self._complete = True
-            if self._programs is not None and self._last:
-                # A quarter of what may be in flight: a validation may come first, and need memory.
-                self._programs.make_next(self._most_records, self._most_bytes // 4, self._last, self._around)
             return NO_BATCH
         items = []
         plain = True
@@ -141,6 +139,13 @@ class ReadAhead:
                 self._count_drawn()
         self.finished, self.plain = (records + len(items), nbytes), plain
         return items
+
+    def next_epoch(self) -> Iterator[None]:
+        """Makes the first items of the next epoch, about a batch of them before each value."""
+        if self._programs is not None and self._last and self._complete:
+            # A quarter of what may be in flight: a validation may come first, and need memory.
+            room = self._most_bytes // 4
+            yield from self._programs.make_next(self._most_records, room, self._last, self._batch, self._around)
 
     def with_memory(self, work: Callable[[], T]) -> T:
         """Returns what ``work`` returns. If a device has no memory for it, gives up the reads ahead and tries again."""
@@ -318,6 +323,7 @@ class ReadAhead:
         if self._programs is not None:
             for upcoming in drawn:
                 upcoming.running = self._programs.order(upcoming.dataset, upcoming.index, upcoming.seed)
+        self._batch = max(self._batch, len(drawn))
         self._most_records = int(min(max(self._most_records, self._records_for(len(drawn))), self._limit))
         self._drawn.append(drawn)
         self._waiting.extend(drawn)

@@ -241,6 +241,8 @@ def _produce(
                 if not hand_over.put(batch, (ahead.finished, place.made()), easy, metadata):
                     break
                 del batch  # the consumer alone keeps it
+            for _ in ahead.next_epoch():
+                hand_over.keep_pace()
         end_all(loops)  # before the consumer knows, who may begin another
         if not hand_over.stopped:
             ahead.end()

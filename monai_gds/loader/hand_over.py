@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -76,8 +77,11 @@ class HandOver:
         self._error: BaseException | None = None
         self._ended = self.stopped = False
         self._at_rest = False  # whether the loader's thread waits for room
+        self._first = True  # whether no batch was put
+        self._came = 0  # how often the consumer came for a batch
         self._taken: deque[Sequence[Any]] = deque()  # metadata of the last batches that the consumer took
-        self._room, self._news = Bell(), Bell()  # for the loader's thread, for the consumer
+        self._room, self._back = Bell(), Bell()  # for the loader's thread: there is room, the consumer has come
+        self._news = Bell()  # for the consumer
 
     # For the loader's thread
 
@@ -110,7 +114,25 @@ class HandOver:
         if self.stopped:  # perhaps just now, by a thread that found nothing to drop
             self._parcels.clear()
         self._news.ring()
+        if made is not None and self._first:
+            self._first = False
+            self._let_begin()
         return not self.stopped
+
+    def keep_pace(self) -> None:
+        """Waits until the consumer takes another one of the batches that wait for it, if there are any.
+
+        Whoever does more after the last batch, a bit for each step, disturbs the training no more than before.
+        """
+        waiting = len(self._parcels)
+        while waiting and len(self._parcels) == waiting:  # none when the loop is left
+            self._room.wait()
+
+    def _let_begin(self) -> None:
+        """Lets the consumer queue an epoch's first step, for a device that has nothing to do until then."""
+        end = time.monotonic() + limits.FIRST_STEP_SECONDS
+        while self._came < 2 and not self.stopped and (left := end - time.monotonic()) > 0:
+            self._back.wait(left)
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the batches, with the error after the last one if there is one."""
@@ -130,6 +152,8 @@ class HandOver:
             BaseException: the error of the thread, once.
         """
         self.consumer = threading.get_ident()
+        self._came += 1
+        self._back.ring()
         if self._at_rest:
             self._free(but=1)  # the consumer still has the last one
         while (parcel := self._next()) is None:
@@ -160,8 +184,8 @@ class HandOver:
         self.stopped = True
         self._on_taken = lambda mark: None  # a traceback that is kept must not keep what was read ahead
         self._parcels.clear()
-        self._room.ring()
-        self._news.ring()
+        for bell in (self._room, self._back, self._news):
+            bell.ring()
         if self._ended:
             self._leave()
 

@@ -12,7 +12,7 @@ the epoch, so batches do not depend on which worker makes them, nor on how many 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,6 +119,10 @@ class WorkerBatches:
             drawn = self._mended(drawn, broken)
             running = self._submitted(drawn, arena)
         return NO_BATCH  # the loop was left
+
+    def next_epoch(self) -> Iterator[None]:
+        """Nothing is made of the next epoch."""
+        return iter(())
 
     def _result(self, drawn: Drawn, running: Running) -> Packed | Broken | None:
         """What a worker made of a batch; None if the loop was left."""

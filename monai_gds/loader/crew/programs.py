@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
@@ -61,7 +61,7 @@ class Programs:
         running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
         self._next = list(zip(items, running, strict=False))
 
-    def make_next(self, most: int, room: int, each: int, around: OfThread) -> None:
+    def make_next(self, most: int, room: int, each: int, at_once: int, around: OfThread) -> Iterator[None]:
         """Makes items of the next epoch, as far as they are drawn, while the training is busy with the last batches of
         this one. Its first steps would wait for them, and compete with this thread for Python's lock.
 
@@ -72,13 +72,14 @@ class Programs:
             most: how many.
             room: bytes that they may take.
             each: bytes of a record that is read.
+            at_once: how many are made before each value of this iterator.
             around: the settings of the consumer.
         """
         wanted = self._watch is None and self._crew.foresees
         todo = list(takewhile(lambda place: place[1].has_program, self._next[:most] if wanted else []))
         with suppress(Exception):  # it comes again with that epoch
             while todo and room >= each:
-                made = [(running, self.begin(*item, running)) for item, running in todo[: room // each]]
+                made = [(running, self.begin(*item, running)) for item, running in todo[: min(room // each, at_once)]]
                 del todo[: len(made)]
                 for running, begun in made:  # all are being read
                     begun.arrive()  # without these settings, as in an epoch: gradients cannot use what inference reads
@@ -87,6 +88,7 @@ class Programs:
                             running.begun = begun
                             room -= begun.made_bytes
                 del made, begun  # or they would take room while others are read
+                yield
 
     def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
         part = self._parts.index(dataset)

@@ -308,10 +308,10 @@ def made_ahead(loader: GDSDataLoader, monkeypatch: pytest.MonkeyPatch) -> list[A
     """The batches of an epoch, at the end of which the workers have recorded what is foreseen."""
     make = programs_of.Programs.make_next
 
-    def waiting(self: programs_of.Programs, *given: Any) -> None:
+    def waiting(self: programs_of.Programs, *given: Any) -> Iterator[None]:
         for _, running in self._next:
             running.answer.result(20)
-        make(self, *given)
+        return make(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(programs_of.Programs, "make_next", waiting)
