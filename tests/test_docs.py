@@ -23,7 +23,10 @@ import monai_gds
 from monai_gds.bench.made_up import write_volumes
 from monai_gds.storage import Reads, Storage
 from tests.fresh import warm
+from tests.loopdisk import loop_device, needs_root
+from tests.loopdisk import run as on_machine
 from tests.machines import ROOT
+from tests.storage.xnvme import libraries
 from tests.tools import load_tool
 
 DOCS = ROOT / "docs"
@@ -361,6 +364,30 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     names = run("".join(examples(DOCS / "howto/images.md")), tmp_path)
     assert "torch.Size([64, 224, 224, 3])" in capsys.readouterr().out
     assert next(iter(names["validation"]))["label"].tolist() == [2, 0, 1, 2] * 16
+
+
+def test_a_disk_made_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_root("mkfs.ext4")
+    (tmp_path / "any.img").write_bytes(bytes(1 << 20))
+    with loop_device(tmp_path / "any.img"):  # this machine gives them
+        pass
+    page = (DOCS / "howto/drives.md").read_text()
+    (shown,) = re.findall(r"```console\n(\$ truncate.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    Path("scan.nii.gz").write_bytes(bytes(range(256)) * 8)
+    double = libraries.Double()
+    try:
+        with libraries.using("double"):
+            told = on_machine("sh", "-ec", shown.replace("$ ", ""))
+            run(examples(DOCS / "howto/drives.md")[1], tmp_path)
+    finally:
+        subprocess.run(["umount", "mounted"], check=False)
+    assert "blocks: ok" in told
+    assert capsys.readouterr().out == "True\n"
+    assert double.count("reads"), "the bytes came from the device"
 
 
 def test_the_backend_of_ones_own_reads(tmp_path: Path) -> None:
