@@ -68,7 +68,9 @@ def test_loaders_make_their_images() -> None:
     output = run("loaders", "--make", "12", "--batchsize", "4", "--repeats", "1", "--reader", "posix", "--no-decode",
                  "--device", "cpu", "--json")  # fmt: skip
     assert list(rows(output)) == [("encoded bytes to cpu", "posix")]
-    assert 90 < json.loads(output)["about"]["kB per image"] < 130
+    about = json.loads(output)["about"]
+    assert 90 < about["kB per image"] < 130
+    assert about["page cache"] == "warm"
 
 
 def test_a_small_folder_is_timed_over_64_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
