@@ -241,12 +241,17 @@ def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys
 
 def test_fill(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     pytest.importorskip("isal", reason="this machine has no python-isal")
-    populate, ray, code = examples(DOCS / "howto/fill.md")
+    populate, ray, code, skipping = examples(DOCS / "howto/fill.md")
     assert run(ray, tmp_path)["RayExecutor"]()
     load = run(code, tmp_path)["load"]
     dataset = monai_gds.GDSDataset(volumes, load, tmp_path / "cache", "cpu")
     run(populate, tmp_path, dataset=dataset)
     assert all(map(dataset.is_cached, range(2)))
+    dataset = monai_gds.GDSDataset(volumes * 20, load, tmp_path / "cache", "cpu")
+    dataset.data[7] = {**dataset.data[7], "image": str(tmp_path / "cut.nii.gz")}
+    (tmp_path / "cut.nii.gz").write_bytes(Path(volumes[0]["image"]).read_bytes()[:1000])
+    with pytest.warns(monai_gds.errors.CacheWarning, match="1 item was skipped in this epoch"):
+        assert len(list(run(skipping, tmp_path, dataset=dataset)["loader"])) == 40
 
 
 def test_profile(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
