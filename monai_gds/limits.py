@@ -277,6 +277,9 @@ ASKED_BYTES = 4 << 10
 #: Batches that wait for the consumer, each in the device's memory.
 BATCHES_WAITING = 2
 
+#: Batches whose metadata is kept after the consumer took them, if the loader's thread is never at rest.
+METADATA_KEPT = 4
+
 #: Forms of transforms that are compared with an eager run, in one process and for one pipeline. A transform that never
 #: does the same twice would be run twice for ever.
 CHECKED_FORMS = 64

@@ -217,6 +217,12 @@ class Programmed:
             return self._whole.nbytes
         return 0 if self._lazy is None else self._lazy.nbytes
 
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the tensors that the program gave."""
+        memory = [tensor.untyped_storage() for tensor, _ in tensors_in(self._made)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
+
     def arrive(self) -> None:
         """Waits for the voxels. If it fails, the item may be begun again."""
         if self._volumes is not None:

@@ -108,10 +108,9 @@ class ReadAhead:
             if self._error is not None:
                 raise self._error
             self._complete = True
-            if self._programs is not None:
+            if self._programs is not None and self._last:
                 # A quarter of what may be in flight: a validation may come first, and need memory.
-                fit = self._most_bytes // 4 // self._last if self._last else 0
-                self._programs.make_next(min(self._most_records, fit), self._around)
+                self._programs.make_next(self._most_records, self._most_bytes // 4, self._last, self._around)
             return NO_BATCH
         items = []
         plain = True

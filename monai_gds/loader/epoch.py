@@ -29,7 +29,7 @@ from monai_gds.loader.crew.drawn import NO_BATCH, Drawn, numbered, with_seed
 from monai_gds.loader.crew.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.crew.programs import Programs
 from monai_gds.loader.crew.worker import Work
-from monai_gds.loader.hand_over import HandOver
+from monai_gds.loader.hand_over import HandOver, metadata_in
 from monai_gds.loader.resume import Made, Place, begin_or_go_on, division
 from monai_gds.loader.subsets import find_item, gds_datasets
 from monai_gds.pipeline.loops import Loop
@@ -232,10 +232,13 @@ def _produce(
         with hand_over.on_stream(), measured(watch, hand_over.stream):
             while not hand_over.stopped and (items := ahead.next_batch()) is not NO_BATCH:
                 enter("collating")
+                easy = ahead.plain and plain
+                metadata = [*metadata_in(items)] if easy else []
                 batch = assemble(items)
+                metadata += metadata_in(batch) if easy else ()
                 del items
                 enter("waiting for the training")
-                if not hand_over.put(batch, (ahead.finished, place.made()), ahead.plain and plain):
+                if not hand_over.put(batch, (ahead.finished, place.made()), easy, metadata):
                     break
                 del batch  # the consumer alone keeps it
         end_all(loops)  # before the consumer knows, who may begin another

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from textwrap import dedent
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +30,12 @@ from monai_gds.programs.program import (
 class Source(Protocol):
     """Voxels of a tensor of the record, such as :class:`monai_gds.records.volumes.Volume`."""
 
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-        """A view, given as one of the whole tensor, contiguous and at the front of its memory."""
+    @property
+    def data(self) -> Tensor:
+        """The memory in which they lie."""
+
+    def place(self, offset: int) -> int:
+        """The offset in ``data`` of an element, given that in the whole tensor, contiguous."""
 
 
 class GuardFailed(Exception):
@@ -188,20 +194,38 @@ def _check(program: Program, values: Sequence[Any]) -> None:
 
 def _views(program: Program, volumes: Mapping[str, Source], device: torch.device, shared: bool) -> list[Tensor]:
     """The views that the program takes; of shared volumes that are written to, views of a copy."""
-    found: list[Any] = []
-    written: dict[str, list[int]] = {}
-    for view in program.views:
-        if 0 in view.size:
-            dtype = program.forms[view.name][0]
-            found.append(torch.empty_strided(view.size, view.stride, dtype=dtype, device=device))
-            continue
-        if shared and view.name in program.copied:
-            written.setdefault(view.name, []).append(len(found))
-        found.append(volumes[view.name].view(view.size, view.stride, view.offset))
-    for numbers in written.values():
-        for number, copy in zip(numbers, _copied([found[number] for number in numbers]), strict=True):
-            found[number] = copy
+    found: list[Any] = [None] * len(program.views)
+    numbers: dict[str, list[int]] = {}
+    for number, (name, size, stride, _) in enumerate(program.views):
+        if 0 in size:
+            found[number] = torch.empty_strided(size, stride, dtype=program.forms[name][0], device=device)
+        else:
+            numbers.setdefault(name, []).append(number)
+    for name, some in numbers.items():
+        volume = volumes[name]
+        views = [program.views[number] for number in some]
+        made = _strided(volume.data, [(*view[1:3], volume.place(view.offset)) for view in views])
+        for number, view in zip(some, _copied(made) if shared and name in program.copied else made, strict=True):
+            found[number] = view
     return found
+
+
+def _strided(memory: Tensor, places: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> list[Tensor]:
+    """Views, each as :meth:`torch.Tensor.as_strided` takes it: all by one call, since each gives Python's lock back."""
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        views: list[Tensor] = _as_strided()(memory, *map(list, zip(*places, strict=True)))
+    return views
+
+
+@cache
+def _as_strided() -> Callable[..., Any]:
+    """The function. With ``torch.jit.script`` it would be shorter, which is deprecated."""
+    source = """
+    def as_strided(memory: Tensor, sizes: List[List[int]], strides: List[List[int]], offsets: List[int]):
+        return [memory.as_strided(sizes[i], strides[i], offsets[i]) for i in range(len(offsets))]
+    """
+    function: Callable[..., Any] = torch.jit.CompilationUnit(dedent(source)).as_strided
+    return function
 
 
 def _copied(views: Sequence[Tensor]) -> list[Tensor]:
@@ -213,7 +237,7 @@ def _copied(views: Sequence[Tensor]) -> list[Tensor]:
         for view in views
     )
     flat = views[0].as_strided((end - begin,), (1,), begin).clone()
-    return [flat.as_strided(view.shape, view.stride(), view.storage_offset() - begin) for view in views]
+    return _strided(flat, [(view.shape, view.stride(), int(view.storage_offset()) - begin) for view in views])
 
 
 def _constants(program: Program, device: torch.device) -> list[Tensor]:

@@ -28,18 +28,15 @@ class Volume(NamedTuple):
     data: torch.Tensor
     arrangement: Arrangement
 
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-        """A view within the boxes, given as one of the whole tensor, contiguous and at the front of its memory.
+    def place(self, offset: int) -> int:
+        """The offset in the memory of an element within the boxes, given that in the whole tensor, contiguous.
 
-        Views share memory if those of the whole tensor did. A view has the strides that it would have there, in
-        elements, as is the offset of its first one.
+        The strides of a view are those that it has in the whole tensor.
 
         Raises:
-            ValueError: its first element is in no box.
+            ValueError: the element is in no box.
         """
-        if 0 in size:
-            return self.data.new_empty(0).as_strided(size, stride)
-        return self.data.as_strided(size, stride, self.arrangement.place(offset))
+        return self.arrangement.place(offset)
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, contiguous, if it was read as one box.
@@ -53,13 +50,13 @@ class Volume(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A whole tensor, contiguous. Has :class:`Volume`'s view."""
+    """A whole tensor, contiguous. Has :class:`Volume`'s places."""
 
     data: torch.Tensor
 
-    def view(self, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
-        """A view, as one of the tensor's memory."""
-        return self.data.as_strided(size, stride, self.data.storage_offset() + offset)
+    def place(self, offset: int) -> int:
+        """The offset in the tensor's memory of an element of the tensor."""
+        return int(self.data.storage_offset()) + offset
 
     def whole(self) -> torch.Tensor:
         """The tensor."""

@@ -220,7 +220,7 @@ def test_misses_are_saved_behind_the_training_as_they_were(make: Make, backend: 
         for batch in GDSDataLoader(spoiling, batch_size=1):
             assert float(batch["x"].max()) == -1
     clean = GDSDataset(list(range(COUNT)), mt.Compose([on_gpu]), tmp_path / "spoiled", 0, backend=backend)
-    assert all(clean.session.begin([i])[0].cached for i in range(COUNT))
+    assert all(map(clean.is_cached, range(COUNT)))
     for i, batch in enumerate(GDSDataLoader(clean, batch_size=1)):
         assert float(batch["x"].min()) == float(batch["x"].max()) == i
 

@@ -63,7 +63,7 @@ def box(x: int, y: int, z: int, *size: int) -> Box:
 def crop(volume: Volume, whole: torch.Tensor, wanted: Box) -> torch.Tensor:
     """As the crop of a ghost becomes one of a volume."""
     view = whole[(..., *wanted)]
-    return volume.view(view.size(), view.stride(), view.storage_offset())
+    return volume.data.as_strided(view.size(), view.stride(), volume.place(view.storage_offset()))
 
 
 def lazily(cache: CacheDirectory) -> PendingItem:
@@ -398,5 +398,3 @@ def test_a_view_outside_of_what_was_read_is_refused(tmp_path: Path) -> None:
         crop(volume, image(), box(60, 60, 60, 3))
     with pytest.raises(ValueError, match="take views"):
         volume.whole()
-    empty = image()[..., 5:5]
-    assert volume.view(empty.size(), empty.stride(), empty.storage_offset()).shape == empty.shape

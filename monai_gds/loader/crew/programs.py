@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 from monai_gds.base import stages
 from monai_gds.base.stages import Watch
@@ -60,25 +61,32 @@ class Programs:
         running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
         self._next = list(zip(items, running, strict=False))
 
-    def make_next(self, most: int, around: OfThread) -> None:
-        """Makes up to ``most`` items of the next epoch, as far as they are drawn, while the training is busy with the
-        last batches of this one. Its first steps would wait for them, and compete with this thread for Python's lock.
+    def make_next(self, most: int, room: int, each: int, around: OfThread) -> None:
+        """Makes items of the next epoch, as far as they are drawn, while the training is busy with the last batches of
+        this one. Its first steps would wait for them, and compete with this thread for Python's lock.
 
         Not in an epoch that is measured, which would have them in its figures, nor where the order of this one was not
         foreseen.
+
+        Args:
+            most: how many.
+            room: bytes that they may take.
+            each: bytes of a record that is read.
+            around: the settings of the consumer.
         """
-        made = []
         wanted = self._watch is None and self._crew.foresees
+        todo = list(takewhile(lambda place: place[1].has_program, self._next[:most] if wanted else []))
         with suppress(Exception):  # it comes again with that epoch
-            for item, running in self._next[:most] if wanted else []:
-                if not running.has_program:
-                    break
-                made.append((running, self.begin(*item, running)))
-            for running, begun in made:  # all are being read
-                begun.arrive()  # without these settings, as in an epoch: gradients cannot use what inference mode reads
-                with around.applied():
-                    if begun.replayed():
-                        running.begun = begun
+            while todo and room >= each:
+                made = [(running, self.begin(*item, running)) for item, running in todo[: room // each]]
+                del todo[: len(made)]
+                for running, begun in made:  # all are being read
+                    begun.arrive()  # without these settings, as in an epoch: gradients cannot use what inference reads
+                    with around.applied():
+                        if begun.replayed():
+                            running.begun = begun
+                            room -= begun.made_bytes
+                del made, begun  # or they would take room while others are read
 
     def _task(self, dataset: GDSDataset, index: int, seed: Seed) -> ItemTask:
         part = self._parts.index(dataset)

@@ -334,6 +334,19 @@ def test_the_first_items_of_an_epoch_are_made_before_it(tmp_path: Path, monkeypa
     assert_same(found, expected)
 
 
+def test_as_many_are_made_as_their_crops_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their records take room while they are read: here for one at a time, in a quarter of what may be in flight."""
+    crops = mt.RandSpatialCropd(KEYS, (32, 32, 32)), mt.RandFlipd(KEYS, 1)  # a crop that is a view has its volume's
+    loader = load(make(tmp_path, *crops), prefetch_bytes=12 << 20)
+    list(loader)
+    made_ahead(loader, monkeypatch)
+    assert kept(loader) == [True] * COUNT
+    whole = load(make(tmp_path, mt.RandFlipd(KEYS, 1)), prefetch_bytes=12 << 20)
+    list(whole)
+    made_ahead(whole, monkeypatch)
+    assert kept(whole) == [True, False, False]
+
+
 def test_no_batch_is_of_inference_mode_because_its_items_were_made_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
