@@ -295,9 +295,7 @@ class Volumes:
         stages.enter("decoding")
         if begun.unpacking is not None:
             begun.unpacking.check()
-            return {
-                part.name: Volume(data.view(-1), part.arrangement) for part, data in zip(self.parts, raw, strict=True)
-            }
+            return {part.name: Volume(data, part.arrangement) for part, data in zip(self.parts, raw, strict=True)}
         found = {}
         for part, data in zip(self.parts, raw, strict=True):
             self._reader.check_tiles(self._path, self._head, part.tiles, part.selection, data.numpy())

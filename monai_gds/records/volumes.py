@@ -21,7 +21,7 @@ class Volume(NamedTuple):
     """Voxels of a tensor in boxes that were read. The rest of its memory is undefined.
 
     Attributes:
-        data: the memory, 1-D, of the tensor's dtype.
+        data: the memory, contiguous, of the tensor's dtype.
         arrangement: where the boxes lie in it.
     """
 
