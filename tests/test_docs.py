@@ -23,7 +23,10 @@ import monai_gds
 from monai_gds.bench.made_up import write_volumes
 from monai_gds.storage import Reads, Storage
 from tests.fresh import warm
+from tests.loopdisk import loop_device, needs_root
+from tests.loopdisk import run as on_machine
 from tests.machines import ROOT
+from tests.storage.xnvme import libraries
 from tests.tools import load_tool
 
 DOCS = ROOT / "docs"
@@ -238,12 +241,17 @@ def test_moving_and_misses(tmp_path: Path, volumes: list[dict[str, str]], capsys
 
 def test_fill(tmp_path: Path, volumes: list[dict[str, str]]) -> None:
     pytest.importorskip("isal", reason="this machine has no python-isal")
-    populate, ray, code = examples(DOCS / "howto/fill.md")
+    populate, ray, code, skipping = examples(DOCS / "howto/fill.md")
     assert run(ray, tmp_path)["RayExecutor"]()
     load = run(code, tmp_path)["load"]
     dataset = monai_gds.GDSDataset(volumes, load, tmp_path / "cache", "cpu")
     run(populate, tmp_path, dataset=dataset)
     assert all(map(dataset.is_cached, range(2)))
+    dataset = monai_gds.GDSDataset(volumes * 20, load, tmp_path / "cache", "cpu")
+    dataset.data[7] = {**dataset.data[7], "image": str(tmp_path / "cut.nii.gz")}
+    (tmp_path / "cut.nii.gz").write_bytes(Path(volumes[0]["image"]).read_bytes()[:1000])
+    with pytest.warns(monai_gds.errors.CacheWarning, match="1 item was skipped in this epoch"):
+        assert len(list(run(skipping, tmp_path, dataset=dataset)["loader"])) == 40
 
 
 def test_profile(tmp_path: Path, volumes: list[dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,6 +369,30 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     names = run("".join(examples(DOCS / "howto/images.md")), tmp_path)
     assert "torch.Size([64, 224, 224, 3])" in capsys.readouterr().out
     assert next(iter(names["validation"]))["label"].tolist() == [2, 0, 1, 2] * 16
+
+
+def test_a_disk_made_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_root("mkfs.ext4")
+    (tmp_path / "any.img").write_bytes(bytes(1 << 20))
+    with loop_device(tmp_path / "any.img"):  # this machine gives them
+        pass
+    page = (DOCS / "howto/drives.md").read_text()
+    (shown,) = re.findall(r"```console\n(\$ truncate.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    Path("scan.nii.gz").write_bytes(bytes(range(256)) * 8)
+    double = libraries.Double()
+    try:
+        with libraries.using("double"):
+            told = on_machine("sh", "-ec", shown.replace("$ ", ""))
+            run(examples(DOCS / "howto/drives.md")[1], tmp_path)
+    finally:
+        subprocess.run(["umount", "mounted"], check=False)
+    assert "blocks: ok" in told
+    assert capsys.readouterr().out == "True\n"
+    assert double.count("reads"), "the bytes came from the device"
 
 
 def test_the_backend_of_ones_own_reads(tmp_path: Path) -> None:

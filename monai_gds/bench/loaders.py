@@ -1,4 +1,5 @@
-"""``monai-gds bench loaders``: images per second of every reader, of DALI's own, torchvision and plain Python.
+"""``monai-gds bench loaders``: images per second of every reader, of DALI's own, torchvision and plain Python, and the
+processor time that an image takes.
 
 A peer is a function. Given :class:`LoaderSettings` and a number of threads, it endlessly yields the number of images
 in each batch that it has brought to the device. ``dali`` and ``python-file`` are written for DALI alone, as in its
@@ -17,12 +18,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from monai_gds.bench.processor import cpu_seconds
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
@@ -39,6 +41,9 @@ Progress: TypeAlias = Callable[[str, int, float], None]
 
 #: The ceiling of the peers that decode.
 _ALONE = "the decoder alone"
+
+#: The heading of processor time.
+_CPU = "CPU µs per image"
 
 #: Batches that are timed at least. Readers have read some before the first of them, which would be most of a few.
 _FEWEST = 64
@@ -220,7 +225,7 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
     if settings.decoding is not None:
         peers[_ALONE] = decoder_alone
     best: dict[str, int] = {}
-    samples: dict[str, list[float]] = {name: [] for name in peers}
+    samples: dict[str, list[_Rate]] = {name: [] for name in peers}
     reasons: dict[str, str] = {}
     for name, peer in peers.items():
         try:
@@ -232,23 +237,34 @@ def compare(settings: LoaderSettings, readers: Sequence[str], progress: Progress
         for name, threads in best.items():
             samples[name].append(_rate(peers[name], settings, threads, count, partial(progress, name)))
     rows = {
-        name: Row(name, tuple(samples[name]), reasons.get(name, ""), {"threads": str(best.get(name, ""))})
+        name: Row(
+            name, tuple(rate.images for rate in samples[name]), reasons.get(name, ""),
+            {"threads": str(best.get(name, ""))},
+            {_CPU: tuple(rate.cpu for rate in samples[name])} if name in best else {},
+        )
         for name in peers
-    }
+    }  # fmt: skip
     ceilings = [rows.pop(_ALONE)] if _ALONE in rows else []
     reference = "dali" if "dali" in best else None
     return Report(f"{settings.what} to {settings.device.type}", "images/s", list(rows.values()), reference, ceilings)
 
 
+class _Rate(NamedTuple):
+    """What was measured once."""
+
+    images: float  # per second
+    cpu: float  # processor time in µs per image, of all threads and processes
+
+
 def _rate(
     peer: Peer, settings: LoaderSettings, threads: int, batches: int, progress: Callable[[int, float], None]
-) -> float:
-    """Images per second over a number of batches, after a tenth as many, but at least ten, to warm up."""
+) -> _Rate:
+    """Measures a number of batches, after a tenth as many, but at least ten, to warm up."""
     with closing(peer(settings, threads)) as run:
         for _ in range(max(10, batches // 10)):
             next(run)
         _synchronize(settings.device)
-        start, done, reported = time.perf_counter(), 0, 0.0
+        used, start, done, reported = cpu_seconds(), time.perf_counter(), 0, 0.0
         for _ in range(batches):
             done += next(run)
             elapsed = time.perf_counter() - start
@@ -256,7 +272,8 @@ def _rate(
                 reported = elapsed
                 progress(done, done / elapsed)
         _synchronize(settings.device)
-        return done / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return _Rate(done / seconds, 1e6 * (cpu_seconds() - used) / done)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from rich.progress import Progress
 from monai_gds.bench.comparison import SILENT, batches_of
 from monai_gds.bench.feeds import CEILING, PEERS, Feed
 from monai_gds.bench.pagecache import drop, warmth
+from monai_gds.bench.processor import cpu_seconds
 from monai_gds.bench.report import Report, Row
 from monai_gds.bench.segmentation import Network, Training
 from monai_gds.errors import BackendUnavailable, StorageError
@@ -152,18 +152,3 @@ def epoch(network: Network, loader: Iterable[Mapping[str, Any]], steps: int) -> 
     if len(waits) != steps:
         raise StorageError(f"{len(waits)} batches came instead of {steps}")
     return Epoch(seconds, waits[0], sum(waits[1:]) / max(len(waits) - 1, 1), (cpu_seconds() - used) / seconds)
-
-
-def cpu_seconds() -> float:
-    """Processor time that this process has used so far, and all processes that it or they started, ended ones too."""
-    parents, ticks = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            fields = path.read_text().rpartition(")")[2].split()  # a name may hold spaces
-            pid = int(path.parent.name)
-            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    family, added = set(), {os.getpid()}
-    while added:
-        family |= added
-        added = {pid for pid, parent in parents.items() if parent in added}
-    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")

@@ -109,7 +109,7 @@ def loaders(
             folder, packed or temporary / "packed", target, batchsize, batches, threads=counts, repeats=repeats,
             options=options,
         )  # fmt: skip
-        images = bench.list_images(folder)
+        images, in_files = bench.list_images(folder), folder.is_dir()
         bench.warm(folder)
         with stderr.status("measuring…") as status:
 
@@ -120,7 +120,7 @@ def loaders(
             reports = [bench.compare(replace(settings, decoding=one), wanted, tell) for one in decodings]
     emit(reports, as_json=as_json, about={
         **machine(target), "batch size": batchsize, "images": "made" if make else str(folder),
-        "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if folder.is_dir() else "not used",
+        "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if in_files else "not used",
     })  # fmt: skip
 
 

@@ -1,12 +1,14 @@
 """When the records of a cache directory were last used, and which pipelines are in use now.
 
-    <directory>/.index/<process>.<n>.uses    what one dataset of one process uses (monai_gds.shared.notes), by lines
+    <directory>/.index/<process>.<n>.uses    what the datasets of one process use (monai_gds.shared.notes), by lines
 
 A line is one of
 
-    ["open", seconds, pipeline]    from now on the dataset uses records of this pipeline
-    ["read", seconds, digests]     it has read these records, 32 hex digits each, for the first time in its process
-    ["end", seconds, ""]           it uses nothing any more
+    ["open", seconds, pipeline, dataset]    from now on the dataset uses records of this pipeline
+    ["read", seconds, digests, dataset]     it has read these records, 32 hex digits each, for the first time
+    ["end", seconds, "", dataset]           it uses nothing any more
+
+where ``dataset`` is a number within the process, 0 if it is missing.
 
 Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted when
 its head is first read, and the note is written with others, about once a second. From then on the record counts as used
@@ -30,6 +32,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -56,42 +59,54 @@ class Used(NamedTuple):
 
 
 @dataclass
-class _File:
-    """What is in one file of notes."""
+class _Dataset:
+    """What is noted of one dataset."""
 
     read: dict[str, float] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
-    ended: float = 0.0  # when the dataset ended; 0 if that is not noted
+    ended: float = 0.0  # when it ended; 0 if that is not noted
+
+    def add(self, kind: str, seconds: float, what: str) -> None:
+        if kind == "read":
+            digests = (what[i : i + _DIGITS] for i in range(0, len(what), _DIGITS))
+            self.read.update(dict.fromkeys(digests, seconds))
+        elif kind == "open":
+            self.opened.add(what)
+        else:
+            self.ended = max(self.ended, seconds)
+
+
+class _File(dict[int, _Dataset]):
+    """What is in one file of notes, by the numbers of datasets."""
 
     def add(self, texts: Iterable[bytes]) -> None:
-        for kind, seconds, what in _entries(texts):
-            if kind == "read":
-                digests = (what[i : i + _DIGITS] for i in range(0, len(what), _DIGITS))
-                self.read.update(dict.fromkeys(digests, seconds))
-            elif kind == "open":
-                self.opened.add(what)
-            else:
-                self.ended = max(self.ended, seconds)
+        for kind, seconds, what, number in _entries(texts):
+            self.setdefault(number, _Dataset()).add(kind, seconds, what)
 
 
-def _last(files: Iterable[_File]) -> dict[str, float]:
+def _last(datasets: Iterable[_Dataset]) -> dict[str, float]:
     """When records were last used. Records that a dataset has read are in use until it ends."""
     last: dict[str, float] = {}
-    for file in files:
-        for digest, seconds in file.read.items():
-            last[digest] = max(seconds, file.ended, last.get(digest, 0.0))
+    for dataset in datasets:
+        for digest, seconds in dataset.read.items():
+            last[digest] = max(seconds, dataset.ended, last.get(digest, 0.0))
     return last
 
 
+#: Numbers the datasets of this process.
+_numbers = count()
+
+
 class _Own:
-    """What one process has yet to write, which is written when this is dropped, or at exit."""
+    """What a dataset of one process has yet to write, which is written when this is dropped, or at exit."""
 
     def __init__(self, notes: Notes) -> None:
+        self.number = next(_numbers)
         self.opened: set[str] = set()
         self.seen: set[str] | None = None  # digests that need not be noted
         self.waiting: set[str] = set()
         self.written = -math.inf  # when digests were last written
-        Finalize(self, _end, (notes, self.waiting, self.opened), exitpriority=0)
+        Finalize(self, _end, (notes, self.number, self.waiting, self.opened), exitpriority=0)
 
 
 class Uses:
@@ -119,8 +134,9 @@ class Uses:
         """Notes that records of a pipeline are used from now on, if possible."""
         if pipeline not in self._opened:
             self._opened.add(pipeline)
-            self._own().opened.add(pipeline)
-            self._notes.append([_text("open", pipeline)])
+            own = self._own()
+            own.opened.add(pipeline)
+            self._notes.append([_text("open", pipeline, own.number)])
 
     def read(self, digest: str) -> None:
         """Notes that a record was read, unless that is known."""
@@ -129,8 +145,8 @@ class Uses:
             since = max(self._began, time.time() - _DAY)
             with self._lock():
                 self._read()
-                files = self._files.values()
-                own.seen = {digest for file in files for digest, at in file.read.items() if at >= since}
+                read = chain(*(dataset.read.items() for dataset in self._datasets()))
+                own.seen = {digest for digest, at in read if at >= since}
         if digest not in own.seen:
             own.seen.add(digest)
             own.waiting.add(digest)
@@ -140,7 +156,7 @@ class Uses:
     def flush(self) -> None:
         """Writes what waits."""
         own = self._own()
-        self._notes.append(_taken(own.waiting))
+        self._notes.append(_taken(own.waiting, own.number))
         own.written = time.monotonic()
 
     # Reading
@@ -155,9 +171,10 @@ class Uses:
                 return self._seen[1]
             self._read()
             running = self._notes.running()
-            in_use = [f for name, f in self._files.items() if f.opened and not f.ended and name in running]
-            last = _last([*self._files.values(), *(replace(file, ended=time.time()) for file in in_use)])
-            used = Used(last, frozenset(self._opened).union(*(file.opened for file in in_use)))
+            there = chain(*(file.values() for name, file in self._files.items() if name in running))
+            in_use = [dataset for dataset in there if dataset.opened and not dataset.ended]
+            last = _last([*self._datasets(), *(replace(dataset, ended=time.time()) for dataset in in_use)])
+            used = Used(last, frozenset(self._opened).union(*(dataset.opened for dataset in in_use)))
             self._seen = time.monotonic(), used
             return used
 
@@ -171,6 +188,9 @@ class Uses:
                     uid = os.stat(name, dir_fd=folder, follow_symlinks=False).st_uid
                     found.add(f"{_login(uid)}'s process {name.split('.')[1]}")
         return sorted(found)
+
+    def _datasets(self) -> Iterator[_Dataset]:
+        return chain(*(file.values() for file in self._files.values()))
 
     def _read(self) -> None:
         for name, texts in self._notes.added().items():
@@ -187,10 +207,10 @@ class Uses:
             file.add(texts)
         there = {name[:_DIGITS] for name in os.listdir(self._notes.directory)}
         by_time: dict[float, list[str]] = {}
-        for digest, seconds in _last(read).items():
+        for digest, seconds in _last(chain(*(file.values() for file in read))).items():
             if digest in there:
                 by_time.setdefault(seconds, []).append(digest)
-        return [_text("read", "".join(digests), seconds) for seconds, digests in by_time.items()]
+        return [_text("read", "".join(digests), seconds=seconds) for seconds, digests in by_time.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,35 +224,36 @@ def _login(uid: int) -> str:
         return f"user {uid}"
 
 
-def _taken(waiting: set[str]) -> list[bytes]:
+def _taken(waiting: set[str], number: int) -> list[bytes]:
     """The note of the waiting digests, if there are any. Empties the set."""
     digests = []
     with contextlib.suppress(KeyError):  # without a lock: other threads may add some meanwhile
         while True:
             digests.append(waiting.pop())
-    return [_text("read", "".join(digests))] if digests else []
+    return [_text("read", "".join(digests), number)] if digests else []
 
 
-def _end(notes: Notes, waiting: set[str], opened: set[str]) -> None:
+def _end(notes: Notes, number: int, waiting: set[str], opened: set[str]) -> None:
     # The collector may end a dataset at any time, also while its folder is being removed.
-    notes.append([*_taken(waiting), *([_text("end")] if opened else [])], make=False)
+    notes.append([*_taken(waiting, number), *([_text("end", "", number)] if opened else [])], make=False)
 
 
-def _text(kind: str, what: str = "", seconds: float | None = None) -> bytes:
-    return json.dumps([kind, round(time.time() if seconds is None else seconds, 3), what]).encode()
+def _text(kind: str, what: str, number: int = 0, seconds: float | None = None) -> bytes:
+    return json.dumps([kind, round(time.time() if seconds is None else seconds, 3), what, number]).encode()
 
 
-def _entries(texts: Iterable[bytes]) -> Iterator[tuple[str, float, str]]:
+def _entries(texts: Iterable[bytes]) -> Iterator[tuple[str, float, str, int]]:
     for text in texts:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             yield _entry(json.loads(text.decode()))
 
 
-def _entry(found: Any) -> tuple[str, float, str]:
+def _entry(found: Any) -> tuple[str, float, str, int]:
     """Parses an entry strictly: anyone who may write to the folder may have written it."""
-    kind, seconds, what = found
-    if type(seconds) not in (int, float) or not math.isfinite(seconds) or type(what) is not str:
+    kind, seconds, what, number = found if len(found) == 4 else [*found, 0]
+    is_time = type(seconds) in (int, float) and math.isfinite(seconds)
+    if not is_time or type(what) is not str or type(number) is not int:
         raise TypeError("not an entry of this version")
     if not {"open": _PIPELINE, "read": _DIGESTS, "end": _PIPELINE}[kind].fullmatch(what):
         raise ValueError("not an entry of this version")
-    return kind, min(float(seconds), time.time()), what
+    return kind, min(float(seconds), time.time()), what, number

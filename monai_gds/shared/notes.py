@@ -2,8 +2,9 @@
 
     <directory>/.index/<mark of the process>.<kind>        (monai_gds.shared.owner)
 
-So writes never interleave, also on NFS, and there are no locks. :meth:`Notes.tidy` merges the files of processes that
-have ended. A note is a line, ``<crc32 of the text> <text>``; torn and garbled lines are skipped.
+All datasets of a process share its file. Writes of processes never interleave, also on NFS, and there are no locks.
+:meth:`Notes.tidy` merges the files of processes that have ended. A note is a line, ``<crc32 of the text> <text>``; torn
+and garbled lines are skipped.
 
 Notes are advisory: callers lose only time if a note is missing, repeated or garbled, or if nothing can be written.
 Nothing here follows a link or touches a file whose name has another form. Imports only the standard library.
@@ -28,6 +29,9 @@ from monai_gds.shared.temporary import ANY
 
 FOLDER = ".index"
 
+#: The files of this process, by folder, kind and permissions.
+_own: PerProcess[dict[tuple[str, str, int], str]] = PerProcess(dict)
+
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -48,7 +52,6 @@ class Notes:
         self.file_mode = file_mode
         self._kind, self._patience = kind, patience
         self._name = re.compile(rf"{PATTERN}\.{kind}")
-        self._own = PerProcess(lambda: f"{mark()}.{kind}")
         self._read_up_to: dict[str, tuple[int, int]] = {}  # by file: its inode, and how much of it was read
 
     def append(self, texts: Iterable[bytes], make: bool = True) -> None:
@@ -66,13 +69,17 @@ class Notes:
         with (
             contextlib.suppress(OSError),
             self.folder(make) as folder,
-            opened(self._own(), _APPEND | os.O_CREAT if make else _APPEND, self.file_mode, folder) as file,
+            opened(self._own_file(), _APPEND | os.O_CREAT if make else _APPEND, self.file_mode, folder) as file,
         ):
             before = os.fstat(file).st_size
             if not before:
                 temporary.share_file(file, os.fstat(folder), self.file_mode)
             if os.write(file, notes) != len(notes):  # a full disk cut a note off
                 os.ftruncate(file, before)
+
+    def _own_file(self) -> str:
+        files, what = _own(), (self.directory, self._kind, self.file_mode)
+        return files.get(what) or files.setdefault(what, f"{mark()}.{self._kind}")
 
     def added(self) -> dict[str, list[bytes]]:
         """The notes of all processes that were not read yet, by the names of their files."""

@@ -58,6 +58,7 @@ def test_loaders_side_by_side(folder: Path, tmp_path: Path, readers: list[str]) 
         for name in ("dali", "python-file", "posix", "packed"):
             assert len(found[title, name]["samples"]) == 2
             assert min(found[title, name]["samples"]) > 0
+            assert min(found[title, name]["figures"]["CPU µs per image"]["samples"]) > 0
             assert found[title, name]["notes"]["threads"] in ("1", "2")
         told = found[title, "torchvision"]
         assert "no row of encoded bytes" in told["reason"] if title[0] == "e" else told["samples"] or told["reason"]
@@ -68,12 +69,14 @@ def test_loaders_make_their_images() -> None:
     output = run("loaders", "--make", "12", "--batchsize", "4", "--repeats", "1", "--reader", "posix", "--no-decode",
                  "--device", "cpu", "--json")  # fmt: skip
     assert list(rows(output)) == [("encoded bytes to cpu", "posix")]
-    assert 90 < json.loads(output)["about"]["kB per image"] < 130
+    about = json.loads(output)["about"]
+    assert 90 < about["kB per image"] < 130
+    assert about["page cache"] == "warm"
 
 
 def test_a_small_folder_is_timed_over_64_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     timed: list[int] = []
-    monkeypatch.setattr(loaders, "_rate", lambda *given: float(timed.append(given[3]) or 1))
+    monkeypatch.setattr(loaders, "_rate", lambda *given: loaders._Rate(timed.append(given[3]) or 1, 1))
     run("loaders", "--datadir", str(folder), "--batchsize", "4", "--reader", "posix", "--no-decode", "--device", "cpu")
     assert set(timed) == {64}
 

@@ -252,6 +252,8 @@ def test_a_dataset_that_was_dropped_uses_nothing_any_more(tmp_path: Path) -> Non
         limit = limit or size(tmp_path) * 2 + NBYTES // 2
         assert made.is_cached(2)
         assert size(tmp_path) <= limit
+    kinds = sorted(path.suffix for path in (tmp_path / ".index").glob("*.*"))
+    assert kinds == [".facts", ".uses"], "later constructors do not look at files of earlier datasets"
     with pytest.warns(CacheWarning, match="budget"):  # it is still there
         run(tmp_path, 9, items=6, max_bytes=limit)
     assert all(made.is_cached(i) for i in range(3))

@@ -56,10 +56,10 @@ def make_records(folder: Path, count: int) -> None:
 def note_in_a_process_that_ends(folder: Path, n: int) -> None:
     """As a process does that had this one's number and ended before this one began."""
     before = files(folder)
-    Index(folder).note_records([entry(n)])
+    in_child(lambda: Index(folder).note_records([entry(n)]))
     (file,) = set(files(folder)) - set(before)
-    place, pid, _, number, _ = file.name.split(".")
-    file.rename(file.with_name(f"{place}.{pid}.1.{number}.facts"))
+    place, *_ = file.name.split(".")
+    file.rename(file.with_name(f"{place}.{os.getpid()}.1.{n}.facts"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -64,13 +64,13 @@ def test_strange_lines_count_as_absent(tmp_path: Path, text: bytes) -> None:
 
 def test_files_of_ended_processes_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NOTE_FILES", 1)
-    for path in ("/a", "/b", "/b"):
+    for number, path in enumerate(("/a", "/b", "/b")):
         before = set((tmp_path / ".index").glob("*"))
         lists = ReadLists(tmp_path)
         lists._lists = {}  # it does not know what the others have noted
         lists.note(NAME, [path])
         (file,) = set((tmp_path / ".index").glob("*")) - before
-        place, pid, _, number, _ = file.name.split(".")
+        place, pid, *_ = file.name.split(".")
         file.rename(file.with_name(f"{place}.{pid}.1.{number}.reads"))  # a process that had this one's number before
     ReadLists(tmp_path).tidy()
     (file,) = (tmp_path / ".index").glob("*.reads")

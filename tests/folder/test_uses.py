@@ -95,6 +95,27 @@ def test_a_dropped_dataset_uses_nothing_any_more(tmp_path: Path) -> None:
     assert others.look().open == frozenset()
 
 
+def test_datasets_of_one_process_share_a_file_and_each_has_its_end(tmp_path: Path) -> None:
+    """As in a notebook or a sweep, where a constructor would look at the files of all that were made before."""
+    first, second = Uses(tmp_path), Uses(tmp_path)
+    first.open("cafe")
+    first.read(A)
+    first.flush()
+    second.open("beef")
+    second.read(B)
+    second.flush()
+    del first
+    ended, looked = time.time(), Uses(tmp_path)
+    time.sleep(0.05)
+    found = looked.look()
+    assert found.open == {"beef"}
+    assert found.last[A] <= ended + 0.001 < found.last[B]
+    for _ in range(20):
+        Uses(tmp_path).open("cafe")
+    assert len(files(tmp_path)) == 1
+    assert looked.look().open == {"beef"}
+
+
 DAY = 86_400
 
 
@@ -175,6 +196,7 @@ def test_workers_do_not_note_again_what_their_run_has_noted(tmp_path: Path) -> N
 GARBLED: list[Any] = [
     b"", b"\n", b"00000000 nothing\n", line(b"{}"), line(b"[]"), line(b"\xff"), line(b"[" * 100_000),
     ["read"], ["read", "1", A], ["read", 1, 7], ["read", 1, "xyz"], ["read", 1, A[:-1]], ["read", 10**400, A],
+    ["read", 1, A, "0"], ["read", 1, A, 0, 0], ["read", 1, A, True],
     ["read", float("nan"), A], ["read", float("inf"), A], ["open", 1, "../x"], ["other", 1, A], [[], 1, A],
 ]  # fmt: skip
 

@@ -160,6 +160,22 @@ def test_a_state_of_another_loader_is_refused(flat: Path) -> None:
         dataset(flat).load_state_dict({"batches": 3, "order": {}})
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchdata_goes_on_in_the_middle_of_an_epoch(flat: Path) -> None:
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed on this machine")
+    whole = dataset(flat)
+    expected = [in_order(whole) for _ in range(3)]
+
+    ours = module.StatefulDataLoader(dataset(flat), batch_size=None)
+    list(ours)
+    batches = iter(ours)
+    assert in_order(next(batches) for _ in range(2)) == expected[1][:2]
+    other = module.StatefulDataLoader(dataset(flat), batch_size=None)
+    other.load_state_dict(ours.state_dict())
+    assert in_order(other) == expected[1][2:]
+    assert in_order(other) == expected[2]
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_goes_on_in_the_middle_of_an_epoch(flat: Path, tmp_path: Path) -> None:

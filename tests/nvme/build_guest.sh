@@ -6,9 +6,9 @@
 set -eu
 folder=$1
 here=$(dirname "$(readlink -f "$0")")
-for tool in apt-get dpkg-deb depmod cpio qemu-system-x86_64; do
+for tool in apt-get dpkg-deb depmod cpio mkfs.xfs qemu-system-x86_64; do
     command -v $tool >/dev/null || PATH=$PATH:/sbin:/usr/sbin command -v $tool >/dev/null || {
-        echo "make test-nvme needs $tool: apt-get install qemu-system-x86 kmod cpio (on Debian or Ubuntu)" >&2
+        echo "make test-nvme needs $tool: apt-get install qemu-system-x86 kmod cpio xfsprogs (on Debian or Ubuntu)" >&2
         exit 1
     }
 done
@@ -28,7 +28,7 @@ cp kernel/boot/vmlinuz-* vmlinuz
 mkdir -p root/bin root/lib root/dev root/proc root/sys root/host
 cp kernel/bin/busybox root/bin/busybox
 depmod -b kernel "$version"
-for module in virtio_pci 9pnet_virtio 9p nvme ext4 xfs crc32c_generic uio_pci_generic; do
+for module in virtio_pci 9pnet_virtio 9p nvme ext4 xfs crc32c_generic uio_pci_generic overlay; do
     modprobe -d kernel -S "$version" --show-depends $module | sed -n 's/^insmod \([^ ]*\).*/\1/p'
 done | awk '!seen[$0]++' > modules
 i=100

@@ -11,6 +11,8 @@ import os
 import random
 import shutil
 import subprocess
+import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -211,6 +213,48 @@ def test_another_process_may_not_reset_the_drive(taken: Taken) -> None:
                     os._exit(2 if "another process reads this drive" in str(e) else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
         assert bytes_of(storage.load(Reads.of("set/513.bin", [(0, 513)])).wait()[0]) == content(513, 513)
+
+
+#: Reads all files of a map three times; its arguments are the options of the storage, and the files' checksums.
+READER = """
+import json, sys, zlib
+from monai_gds.storage import Reads, open_storage
+options, files = map(json.loads, sys.argv[1:])
+storage, loads = open_storage("xnvme-block", "cpu", **options), 0
+for _ in range(3):
+    for path, (nbytes, checksum) in files.items():
+        (got,) = storage.load(Reads.of(path, [(0, nbytes)])).wait()
+        assert zlib.crc32(got.numpy()) == checksum, path
+        loads += 1
+storage.close()
+print(loads)
+"""
+
+
+def test_processes_share_the_drive(taken: Taken) -> None:
+    """Each with a heap of its own, all at once; the one that opened the drive first reads on after the others."""
+    if "upcie" not in libxnvme.load().sharing_drivers():
+        pytest.skip(f"upcie of {libxnvme.load().path} says nothing of sharing drives")
+    files = taken.files[1]
+    options = {**taken.drive(1), "blockmap": str(taken.map(1)), "heap_bytes": HEAPS[1]}
+    checksums = {path: (len(data), zlib.crc32(data)) for path, data in files.items()}
+    command = [sys.executable, "-c", READER, json.dumps(options), json.dumps(checksums)]
+    with closing(taken.opened(1, heap_bytes=HEAPS[1])) as storage:
+
+        def read_all() -> int:
+            for path, data in files.items():
+                assert bytes_of(storage.load(Reads.of(path, [(0, len(data))])).wait()[0]) == data, path
+            return len(files)
+
+        loads = read_all()
+        others = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
+        while any(other.poll() is None for other in others):
+            loads += read_all()
+        for other in others:
+            said = other.communicate()[0].decode()
+            assert other.returncode == 0, said
+            loads += int(said.splitlines()[-1])
+        TALLY["loads"] += loads + read_all()
 
 
 def test_a_namespace_that_is_not_there(taken: Taken) -> None:

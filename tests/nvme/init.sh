@@ -9,8 +9,10 @@ mount -t devtmpfs devtmpfs /dev
 for module in /lib/*.ko; do insmod $module; done
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=524288,cache=loose,ro host /host || echo "guest: no 9p"
 for folder in proc sys dev; do mount --rbind /$folder /host/$folder; done
-mount -t tmpfs tmpfs /host/run # and not /tmp, where the project may be
-mkdir -p /host/run/scratch /host/dev/shm
+mount -t tmpfs tmpfs /host/run
+mkdir -p /host/run/scratch /host/run/upper /host/run/work /host/dev/shm
+# In /tmp, xNVMe has the locks of drives that are shared, and the project may be there.
+mount -t overlay -o lowerdir=/host/tmp,upperdir=/host/run/upper,workdir=/host/run/work overlay /host/tmp
 mount -t tmpfs tmpfs /host/dev/shm
 ip link set lo up
 eval "$(sed -n 's/.*guest_env=\([^ ]*\).*/\1/p' /proc/cmdline | base64 -d)"

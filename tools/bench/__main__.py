@@ -179,6 +179,31 @@ def dali(
     emit(reports, as_json=as_json, about={**machine(target), "batch size": batchsize})
 
 
+@app.command("shuffling", epilog="Example: python -m tools.bench shuffling --make 4000")
+def shuffling(
+    datadir: DatadirOption = None,
+    make: Annotated[
+        int | None, typer.Option(min=1, help=f"First make this many JPEGs; default without --datadir: {_IMAGES}.")
+    ] = None,
+    batchsize: BatchOption = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed epochs of each way.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Read a packed folder shuffled as a whole and within a window, beside a folder of files."""
+    from monai_gds.bench.report import emit, machine
+    from monai_gds.imagenet import pack_folder
+    from monai_gds.imagenet.files.listing import list_folder
+    from tools.bench.shuffling import measure
+
+    with tempfile.TemporaryDirectory(prefix="monai-gds-bench-") as temporary:
+        images = image_folder(datadir, _IMAGES if datadir is None and make is None else make, Path(temporary))
+        packed = Path(temporary) / "packed"
+        pack_folder(list_folder(images), packed)
+        with progress_bar("measuring", 6 * repeats) as progress:
+            reports = measure(images, packed, batchsize, repeats, progress)
+    emit(reports, as_json=as_json, about={**machine(), "batch size": batchsize})
+
+
 @app.command("tune", epilog="Example: python -m tools.bench tune --nvme-folder /mnt/nvme > tuned.json")
 def tune_command(
     nvme_folder: FolderOption,

@@ -112,11 +112,24 @@ def _new_handle(module: ModuleType, settings: Settings) -> Any:
             if _queues() - before >= needed:
                 return handle
             del handle
-    raise StorageError(
-        errno.EAGAIN,
+    raise StorageError(*_refusal(module, settings, needed))
+
+
+def _refusal(module: ModuleType, settings: Settings, needed: int) -> tuple[int, str]:
+    """Why the kernel gave a handle no queues, which DeepNVMe does not tell: asked for one more, it does."""
+    libaio, queue = ctypes.CDLL(module.__file__), ctypes.c_void_p()  # the operator is linked to libaio
+    code = -libaio.io_setup(settings.queue_depth, ctypes.byref(queue))
+    if not code:
+        libaio.io_destroy(queue)
+    elif code not in (errno.EAGAIN, errno.EINVAL, errno.ENOMEM):
+        return code, (
+            f"this process may not call io_setup ({os.strerror(code)}): allow it in the container's seccomp profile "
+            "(--security-opt seccomp=PROFILE), or use backend='posix'"
+        )
+    return errno.EAGAIN, (
         f"the kernel gives no {needed} more queues of {settings.queue_depth} transfers (fs.aio-max-nr is "
         f"{_AIO_MAX.read_text().strip()} for the whole machine): use a smaller queue_depth or fewer threads, or raise "
-        "it with sysctl; in a container whose filter of system calls forbids io_setup, allow it or use backend='posix'",
+        "it with sysctl"
     )
 
 

@@ -57,6 +57,8 @@ def why_not_opened(code: int, address: str, driver: str, heap_bytes: int | None,
             f"uPCIe's heap of {mib} MiB lies in huge pages (`grep Huge /proc/meminfo`) that this process locks: "
             "reserve more with `sysctl vm.nr_hugepages`, raise `ulimit -l`, or give another heap_bytes"
         )
+    if code == errno.EROFS:
+        return f"{driver} keeps in /tmp and /dev/shm what processes share: make both writable"
     return ""
 
 

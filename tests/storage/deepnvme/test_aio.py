@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -104,6 +105,37 @@ def test_no_room_for_its_queues_is_an_error_and_not_the_end_of_the_process(stora
     ):
         fill(greedy, path, torch.zeros(1 << 20, dtype=torch.uint8))
     fill(storage, path, torch.zeros(1 << 20, dtype=torch.uint8))
+
+
+def test_a_filter_of_system_calls_is_not_taken_for_a_lack_of_queues(tmp_path: Path) -> None:
+    """In a child whose io_setup a seccomp filter refuses, as some containers' do."""
+    need_deepnvme()
+    number = {"x86_64": 206, "aarch64": 0}.get(platform.machine())
+    if number is None:
+        pytest.skip(f"the number of io_setup on {platform.machine()} is not known to this test")
+    path = tmp_path / "file.bin"
+    path.write_bytes(bytes(1 << 20))
+    script = f"""
+import ctypes, struct, torch
+from monai_gds.errors import StorageError
+from monai_gds.storage.deepnvme.aio import DeepNvmeBackend
+backend = DeepNvmeBackend(torch.device("cpu"), threads=1)
+backend.open()
+load, equal, give, refuse, allow = 0x20, 0x15, 0x06, 0x00050001, 0x7FFF0000
+steps = (load, 0, 0, 0), (equal, 0, 1, {number}), (give, 0, 0, refuse), (give, 0, 0, allow)
+steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(steps)))
+libc = ctypes.CDLL(None)
+assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, program)
+try:
+    backend._new_lanes()
+except StorageError as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "may not call io_setup (Operation not permitted)" in done.stdout
+    assert "aio-max-nr" not in done.stdout
 
 
 def test_memory_that_cannot_be_locked_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ def test_the_memory_of_the_heap(root: Path) -> None:
     assert "heap of 128 MiB" in why(root, errno.ENOMEM, heap_bytes=128 << 20)
 
 
+def test_what_processes_share_where_nothing_can_be_written(root: Path) -> None:
+    assert "upcie keeps in /tmp and /dev/shm what processes share" in why(root, errno.EROFS)
+
+
 def test_a_drive_belongs_to_one_process(root: Path) -> None:
     (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
     first, second = Claims(root), Claims(root)  # of two processes
