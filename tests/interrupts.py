@@ -20,7 +20,7 @@ from tests.machines import in_child
 
 __all__ = ["as_killed", "interrupted"]
 
-#: Operations behind which CPython looks for signals.
+#: Operations after which CPython looks for signals.
 _CHECKS = {
     number
     for name, number in dis.opmap.items()
@@ -64,7 +64,7 @@ def interrupted(
     files: Iterable[str | None],
     event: Literal["opcode", "line", "check"] = "opcode",
 ) -> bool:
-    """Does it with Ctrl-C before the n-th operation of the interpreter or line, or behind its n-th check, in files.
+    """Does it with Ctrl-C before the n-th operation of the interpreter or line, or after its n-th check, in files.
 
     What these files call of ``threading`` counts, too.
 
@@ -76,7 +76,7 @@ def interrupted(
         work: what is done in this thread.
         files: paths of source files, or of folders of them, which end with a slash.
         event: what is counted, but for the begin and the end of except clauses. A check is where the interpreter
-            itself looks for signals: behind a call, at the begin of a function, and behind a jump back. So none falls
+            itself looks for signals: after a call, at the beginning of a function, and after a jump back. So none falls
             between a lock of C and its ``with`` block.
     """
 

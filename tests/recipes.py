@@ -133,7 +133,7 @@ class Recipe:
     """How a transform is tried.
 
     Attributes:
-        make: gives it with its arguments, and others that it needs before or behind it; called in each process.
+        make: gives it with its arguments, and others that it needs before or after it; called in each process.
         item: gives the item, with files in a folder.
         before: gives what comes first.
         needs: modules without which it cannot run.

@@ -107,7 +107,7 @@ class Draws:
         self.go_on()
 
     def go_on(self) -> None:
-        """Draws the items that can be drawn now, and begins to read them. Behind one that cannot be, none is drawn."""
+        """Draws the items that can be drawn now, and begins to read them. After one that cannot be, none is drawn."""
         last: States | None = None
         for turn in self._live():
             lazy = turn.lazy if turn.volumes is None else None

@@ -1,4 +1,4 @@
-"""From a recording to a program: only what the result needs, numbered anew, with its constants in one piece.
+"""From a recording to a program: only what the result needs, with new numbers and its constants in one piece.
 
 Used by :mod:`monai_gds.programs.recorder`.
 """

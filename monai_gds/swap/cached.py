@@ -195,7 +195,7 @@ class AfterN(StandIn, CacheNTransDataset):  # type: ignore[misc]  # MONAI is unt
             name = type(drawn[0]).__name__
             raise ValueError(
                 f"cache_n_trans={count} keeps what {name} draws in the first epoch for all others, which a GDSDataset "
-                f"does not: leave cache_n_trans out, or put {name} behind it. To keep draws, write the augmented "
+                f"does not: leave cache_n_trans out, or put {name} after it. To keep draws, write the augmented "
                 "volumes to files (SaveImaged), and cache these"
             )
         super()._make({name: value for name, value in given.items() if name != "cache_n_trans"})

@@ -63,7 +63,7 @@ class Patches(StandIn, PatchWSIDataset):  # type: ignore[misc]  # MONAI is untyp
         overrides = any(vars(kind).keys() & _METHODS for kind in kinds)
         settings = {name: value for name, value in vars(self).items() if name in _SETTINGS}
         load = LoadPatch(type(self) if overrides else None, settings)
-        steps = copy(self.transform)  # making a Compose would seed its transforms anew
+        steps = copy(self.transform)  # making a Compose would seed its transforms again
         steps.transforms = (load, *steps.transforms)
         self._make({**ours, "data": self.data, "transform": steps})
 

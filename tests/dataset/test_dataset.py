@@ -1176,7 +1176,7 @@ def test_durable_and_not_give_the_same(make: Make, cache_dir: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Saving behind the training
+# Saving beside the training
 
 
 def test_a_folder_may_go_once_items_are_returned(make: Make, cache_dir: Path, volumes: Any) -> None:

@@ -160,7 +160,7 @@ def luma(batches: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("load", [0.0, 0.9])
 def test_crops_on_the_gpu_are_those_of_the_cpu(folder: Path, packed: Path, load: float) -> None:
-    """Windows and flips are the same, and again after the pipeline is built anew."""
+    """Windows and flips are the same, and again after the pipeline is built a second time."""
     arguments: dict[str, Any] = {"crop": (16, 24), "flip": True, "seed": 3, "decoder": {"hw_decoder_load": load}}
     ours = dataset(folder, packed, "posix", **arguments)
     for _ in range(2):

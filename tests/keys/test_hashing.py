@@ -272,7 +272,7 @@ def test_globals_that_it_does_not_read_do_not(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_globals_that_only_share_their_name_with_an_attribute_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a spawned worker a script has no ``args`` that it makes behind ``if __name__ == "__main__"``."""
+    """In a spawned worker a script has no ``args`` that it makes under ``if __name__ == "__main__"``."""
 
     def of_the_object(x: Any) -> Any:
         return [y.LIMIT for y in x]

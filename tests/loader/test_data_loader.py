@@ -417,7 +417,7 @@ def test_bad_bounds_name_themselves(make: Make, settings: dict[str, Any], messag
 
 
 class Fails(mt.RandomizableTransform):  # type: ignore[misc]
-    """Fails on one case, behind the cache."""
+    """Fails on one case, after the cache."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class Fails(mt.RandomizableTransform):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_an_error_comes_behind_the_batches_before_it_with_its_traceback(make: Make, epoch: int) -> None:
+def test_an_error_comes_after_the_batches_before_it_with_its_traceback(make: Make, epoch: int) -> None:
     dataset = make(Fails("case 3"))
     if epoch == 2:
         list(GDSDataLoader(make(), batch_size=1))

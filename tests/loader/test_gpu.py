@@ -32,7 +32,7 @@ Make = Callable[..., GDSDataset]
 
 
 def assert_waits_for_no_training(loop: Iterator[Any], batches: int) -> None:
-    """Takes all batches of a loop while a second of work is queued behind the first, before that work is over."""
+    """Takes all batches of a loop while a second of work is queued after the first, before that work is over."""
     next(loop)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
@@ -203,7 +203,7 @@ def test_leaving_half_way_frees_the_device(make: Make) -> None:
         del loop
     gc.collect()
     torch.cuda.synchronize()
-    time.sleep(0.2)  # reads that were under way free their memory behind them
+    time.sleep(0.2)  # reads that were under way free their memory later
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before
 

@@ -158,7 +158,7 @@ def exported() -> set[str]:
 
 
 def pipeline(name: str, device: str | None = None) -> Any:
-    """A crop, and one of the transforms behind it."""
+    """A crop, and one of the transforms after it."""
     if name in ARRAY:
         return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(ARRAY[name](device))])
     made = (DICTIONARY.get(name) or HOLDING[name])(device)

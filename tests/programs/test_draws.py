@@ -191,7 +191,7 @@ PIPELINES: dict[str, Callable[[], list[Any]]] = {
     "nested twice": lambda: [mt.Compose([mt.Compose([crop(), mt.RandSpatialCropd(BOTH, (9, 9, 9))]), crop()])],
     "one of": lambda: [mt.OneOf([crop(), mt.RandSpatialCropSamplesd(BOTH, 8, 2)]), mt.RandFlipd(BOTH, prob=0.5)],
     "flip first": lambda: [mt.RandFlipd(BOTH, prob=0.5), crop()],
-    "a function behind": lambda: [crop(), lambda d: {**d, "sum": d["image"].sum()}],
+    "a function after it": lambda: [crop(), lambda d: {**d, "sum": d["image"].sum()}],
     "everything is pending": lambda: [mt.RandSpatialCropd(BOTH, (9, 9, 9), lazy=True), mt.RandFlipd(BOTH, prob=0.5)],
 }
 

@@ -78,7 +78,7 @@ Outcome = tuple[list[dict[str, Any]] | str, Any, list[str], bool]
 
 
 def run(transform: Any, item: dict[str, Any], runs_of: RunsOf) -> Outcome:
-    """Two calls: what they give or raise, the random state behind, the warnings, whether runs stood in."""
+    """Two calls: what they give or raise, the random state afterwards, the warnings, whether runs stood in."""
     start, centers = transform.cropper.R.get_state(), transform.cropper.centers
     result: Any = []
     with warnings.catch_warnings(record=True) as given:

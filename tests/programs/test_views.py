@@ -116,7 +116,7 @@ ON_VALUES = {"CropForeground", "CropForegroundd"}
 
 
 def tried(make: Callable[[], Any], seed: int) -> Outcome:
-    """What becomes of a transform behind a crop that takes all. This fails if it is not what MONAI gives."""
+    """What becomes of a transform after a crop that takes all. This fails if it is not what MONAI gives."""
 
     def pipeline() -> mt.Compose:
         step = make()

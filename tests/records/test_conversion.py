@@ -183,7 +183,7 @@ def _die_behind_the_rename(folder: Path) -> None:
         (_die_before_the_rename, "zstd 32"),
         (_die_behind_the_rename, "lz4 32"),
     ],
-    ids=["half written", "written", "before the rename", "behind the rename"],
+    ids=["half written", "written", "before the rename", "after the rename"],
 )
 def test_a_kill_leaves_one_form_or_the_other(tmp_path: Path, step: Callable[[Path], None], form: str) -> None:
     path = saved(tmp_path, ZSTD)

@@ -135,7 +135,7 @@ def failing(soak: Soak, folder: Path, form: str, crops: bool) -> None:
         os.sync()
         command("umount", str(disk.folder))
         command("mount", "-o", "noatime", disk.partition, str(disk.folder))
-        os.truncate(disk.image, 10 << 20)  # reading behind it is an input/output error now
+        os.truncate(disk.image, 10 << 20)  # reading past it is an input/output error now
         Path("/proc/sys/vm/drop_caches").write_text("3")
         soak.call(epochs, folder, disk.folder / "cache", form, crops, 1)
         os.truncate(disk.image, 64 << 20)

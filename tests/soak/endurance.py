@@ -68,7 +68,7 @@ def epochs(folder: Path, form: str, crops: bool, seed: float, seconds: float) ->
     enter()
     tally, rng = Tally(), random.Random(seed)
     items = write_sources(folder, COUNT)
-    reader = Reader(items, folder / "cache", form, crops, TINY, behind=[fails_sometimes])
+    reader = Reader(items, folder / "cache", form, crops, TINY, last=[fails_sometimes])
     began = time.monotonic()
     first: Use | None = None
     with warned():

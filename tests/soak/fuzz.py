@@ -64,7 +64,7 @@ def run_again(folder: Path) -> Tally:
 
 
 def fuzz(soak: Soak, reader: str, seconds: float) -> None:
-    """Runs libFuzzer in a process of its own, again behind each input that it stopped at."""
+    """Runs libFuzzer in a process of its own, again after each input that it stopped at."""
     folder = soak.folder / reader
     for name in ("corpus", "found", "files"):
         (folder / name).mkdir(parents=True)

@@ -158,16 +158,16 @@ class Reader:
         form: of new records.
         crops: whether records in tiles are read in part.
         shape: of the volumes.
-        behind: transforms behind all others, which change nothing.
+        last: transforms after all others, which change nothing.
         settings: further arguments of ``GDSDataset``.
     """
 
     def __init__(
         self, items: list[dict[str, Any]], cache: Path, form: str = "whole", crops: bool = False,
-        shape: Shape = USUAL, behind: Sequence[Callable[[Any], Any]] = (), **settings: Any,
+        shape: Shape = USUAL, last: Sequence[Callable[[Any], Any]] = (), **settings: Any,
     ) -> None:  # fmt: skip
         self.items, self.crops, self.shape, self.seed = items, crops, shape, 0
-        transform = mt.Compose([Make(shape), *_REST[crops](shape), *behind])
+        transform = mt.Compose([Make(shape), *_REST[crops](shape), *last])
         options = {**FORMS[form].get("options", {}), **settings.get("options", {})}
         given = {"device": "cpu", **FORMS[form], **settings, "options": options}
         self.dataset = GDSDataset(items, transform, cache, **given)

@@ -101,7 +101,7 @@ class Soak:
         """Does ``work(*args, first, progress, seconds)`` in processes until it returns None, or the time is over.
 
         It returns the number of the job to go on with and a tally, and calls ``progress.note(number, …)`` before each
-        job. A job that hangs or kills the process is counted, and the next process goes on behind it.
+        job. A job that hangs or kills the process is counted, and the next process goes on after it.
         """
         progress, first, once = Progress(self.folder / f"progress-{self.random.random()}"), 0, True
         while once or time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What a caller sees of reads under way: waiting, errors per file, steps behind them, parts put together."""
+"""What a caller sees of reads under way: waiting, errors per file, steps after them, parts put together."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_the_first_n_transforms(items: list[dict[str, Any]], tmp_path: Path, pat
     with ours:
         assert_same(epoch(ours), epoch(Theirs(items, transform(), progress=False)))
     assert ours.cache_n_trans == 1 and ours.is_cached(0)
-    with pytest.raises(ValueError, match=r"cache_n_trans=3 keeps what RandFlipd draws.*put RandFlipd behind it"):
+    with pytest.raises(ValueError, match=r"cache_n_trans=3 keeps what RandFlipd draws.*put RandFlipd after it"):
         monai.data.CacheNTransDataset(items, transform(), 3, None)
 
 

@@ -1,4 +1,4 @@
-"""Unpacking behind reads on a device, simulated: the CPU unpacks in place of nvCOMP, from CPU tensors.
+"""Unpacking after reads on a device, simulated: the CPU unpacks in place of nvCOMP, from CPU tensors.
 
 Shows what is read, kept and handed out. ``test_device_tiles`` shows the unpacking itself, on a GPU.
 """

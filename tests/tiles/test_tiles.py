@@ -184,7 +184,7 @@ def test_unpacking_damaged_streams_unchecked_raises_or_gives_a_tensor(flips: lis
 
 @given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=4))
 def test_a_wrong_table_is_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
-    """A table has a checksum, which comes first. Behind it, sizes are still compared with the bytes that are there."""
+    """A table has a checksum, which comes first. After it, sizes are still compared with the bytes that are there."""
     packed = packed_of(ct((1, 40, 40, 40)))
     table = packed.table.numpy()
     for at, by in flips:

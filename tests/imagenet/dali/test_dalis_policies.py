@@ -128,7 +128,7 @@ def test_beside_dalis_iterator(
         first, reference = mine[shard][0], theirs[shard][0]
         assert list(map(len, first)) == list(map(len, reference))
         if shuffling == "none":
-            own = count * (shard + 1) // shards - count * shard // shards  # what is behind these fills a batch
+            own = count * (shard + 1) // shards - count * shard // shards  # what comes after these fills a batch
             assert first == reference or (policy == "FILL" and not pad)
             assert flat(first)[:own] == flat(reference)[:own]
     if shuffling == "none" and pad and policy != "DROP":  # and all others

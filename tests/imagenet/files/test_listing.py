@@ -195,7 +195,7 @@ def test_a_block_map_lists_what_its_folder_does(folder: Path, tmp_path: Path) ->
 
 
 def test_a_block_map_numbers_classes_as_dali_numbers_its_folder(folder: Path, tmp_path: Path) -> None:
-    """Classes without images are in no file's path, and yet they move the labels of those behind them."""
+    """Classes without images are in no file's path, and yet they move the labels of those after them."""
     with loop_disk(tmp_path, "ext4") as disk:
         root = disk.folder / "train"
         shutil.copytree(folder, root)

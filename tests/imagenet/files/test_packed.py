@@ -102,7 +102,7 @@ def test_only_a_few_files_are_held(packed: Path) -> None:
     assert max(begun) <= 2
 
 
-def test_a_file_that_goes_missing_is_an_error_behind_the_batches_before_it(packed: Path, tmp_path: Path) -> None:
+def test_a_file_that_goes_missing_is_an_error_after_the_batches_before_it(packed: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(packed, copy)
     reader, _, images = packed_reader(copy, ahead=100)
@@ -266,7 +266,7 @@ def test_no_flipped_bit_gives_other_bytes(folder: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, COUNT])
-def test_damage_is_an_error_behind_the_batches_before_it(copy: Path, batch: int) -> None:
+def test_damage_is_an_error_after_the_batches_before_it(copy: Path, batch: int) -> None:
     packed = open_packed(copy)
     flipped(copy / "images-00001.safetensors", int(packed.files[1, 2]))
     reader = PackedReader(packed, Counting(), ahead=2)

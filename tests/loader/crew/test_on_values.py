@@ -527,7 +527,7 @@ def test_a_forked_child_has_workers_of_its_own(make: Make) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_an_error_names_item_and_transform_behind_the_batches_before_it(make: Make, num_workers: int) -> None:
+def test_an_error_names_item_and_transform_after_the_batches_before_it(make: Make, num_workers: int) -> None:
     loader = load(make(Odd("fail")), num_workers)
     seen = []
     with pytest.raises(RuntimeError, match=r"applying transform .*Odd") as caught:

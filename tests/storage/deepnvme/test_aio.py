@@ -230,7 +230,7 @@ def test_a_storage_that_nobody_closed_is_freed_before_the_interpreter_ends(tmp_p
     path.write_bytes(content(1 << 20))
     script = f"""
 import atexit
-atexit.register(lambda: print("queues:", aio._queues()))  # called behind what is registered later
+atexit.register(lambda: print("queues:", aio._queues()))  # called after what is registered later
 from monai_gds.storage import Reads, open_storage
 from monai_gds.storage.deepnvme import aio
 storage = open_storage("deepnvme", "cpu")

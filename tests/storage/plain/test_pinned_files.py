@@ -41,7 +41,7 @@ def paths(tmp_path: Path) -> list[str]:
 def offer(pinned: PinnedFiles, path: str) -> bool:
     """Offers a file, and returns whether it is registered then."""
     pinned.offer(path, FileId.of(path))
-    pinned._thread and pinned._thread.submit(int).result()  # behind what was offered
+    pinned._thread and pinned._thread.submit(int).result()  # after what was offered
     return pinned.get(path, FileId.of(path)) is not None
 
 

@@ -101,7 +101,7 @@ def slides(study: Study) -> Iterator[Any]:
 @program(
     "PatchWSIDataset",
     "DataLoader",
-    differs="after `set_determinism` MONAI's seeds the transforms anew for each patch, and all patches get equal draws",
+    differs="after `set_determinism` MONAI's seeds the transforms again for each patch, and all patches get equal draws",
     needs=("tifffile",),
 )
 def slides_that_draw(study: Study) -> Iterator[Any]:
@@ -135,7 +135,7 @@ def inverse_of_draws(study: Study) -> Iterator[Any]:
     """Augmented batches back in the space of the files, with `BatchInverseTransform`."""
     pipeline = mt.Compose([*validation().transforms, mt.RandFlipd(KEYS, prob=0.5), mt.RandZoomd(KEYS, prob=0.5)])
     loader = md.DataLoader(md.CacheDataset(study.items, pipeline, progress=False), batch_size=2)
-    batches = list(loader)  # an inverse seeds the pipeline anew, and items that were read ahead are drawn already
+    batches = list(loader)  # an inverse seeds the pipeline again, and items that were read ahead are drawn already
     yield from map(mt.BatchInverseTransform(pipeline, loader), batches)
 
 

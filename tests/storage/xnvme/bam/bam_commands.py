@@ -159,7 +159,7 @@ class Shuffling(SoftwareController):
 
 
 class Delaying(SoftwareController):
-    """Keeps some commands back for a while, and completes them behind later ones."""
+    """Keeps some commands back for a while, and completes them after later ones."""
 
     def __init__(self, *arguments: Any) -> None:
         self._kept: list[tuple[float, Any, Entry]] = []
