@@ -181,7 +181,7 @@ def test_a_copy_whose_data_cannot_be_read_is_read_from_afar_and_replaced(
     wait = PendingItem.wait
 
     def failing(self: PendingItem, item: Any = None) -> Any:
-        if self._head.file in bad:  # a sector behind the header is bad
+        if self._head.file in bad:  # a sector after the header is bad
             error = StorageError(errno.EIO, "reading at byte 4096: Input/output error", self._path)
             self._begun = Begun(Pending.completed([], torch.device("cpu"), error), None)
         return wait(self, item)

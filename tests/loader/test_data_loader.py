@@ -654,7 +654,7 @@ def test_threads_that_share_a_loop_get_each_item_once(make: Make) -> None:
     assert sorted(found) == [f"case {i}" for i in range(5)]
 
 
-def test_an_error_is_raised_also_if_the_states_behind_it_cannot_be_noted(
+def test_an_error_is_raised_also_if_the_states_after_it_cannot_be_noted(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(place: resume.Place) -> Any:

@@ -208,7 +208,7 @@ def test_leaving_half_way_frees_the_device(make: Make) -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
-def test_misses_are_saved_behind_the_training_as_they_were(make: Make, backend: str, tmp_path: Path) -> None:
+def test_misses_are_saved_beside_the_training_as_they_were(make: Make, backend: str, tmp_path: Path) -> None:
     class Spoil(mt.RandomizableTransform):  # type: ignore[misc]
         def __call__(self, data: Any) -> Any:
             data["x"].fill_(-1)

@@ -299,7 +299,7 @@ def test_all_items_that_are_begun_are_drawn(folder: Path) -> None:
     assert_as_monai(monais(crops), mine, [4, 2, 0], [b.end() for b in begun])
 
 
-def test_drawing_stops_at_a_miss_and_goes_on_behind_it(folder: Path, tmp_path: Path) -> None:
+def test_drawing_stops_at_a_miss_and_goes_on_after_it(folder: Path, tmp_path: Path) -> None:
     mine = dataset(tmp_path, crops)
     for i in (0, 2, 3):
         mine.session.save(i)
@@ -349,7 +349,7 @@ def test_what_comes_before_one_that_needs_values_is_drawn(folder: Path, watch: W
     assert_as_monai(monais(make), mine, [0, 1, 2], [b.end() for b in begun])
 
 
-def test_a_miss_behind_one_that_needs_values_holds_nothing_up(tmp_path: Path, watch: Watch) -> None:
+def test_a_miss_after_one_that_needs_values_holds_nothing_up(tmp_path: Path, watch: Watch) -> None:
     mine = dataset(tmp_path, by_values)
     for i in (0, 2):
         mine.session.save(i)
@@ -754,7 +754,7 @@ def _lost() -> Any:
     return Lost()
 
 
-def test_an_error_behind_the_crop_leaves_the_states_that_monai_leaves(folder: Path) -> None:
+def test_an_error_after_the_crop_leaves_the_states_that_monai_leaves(folder: Path) -> None:
     def make() -> list[Any]:
         return [crop(), mt.Lambdad("image", _refuse)]
 

@@ -242,7 +242,7 @@ class CuFile:
 
     @staticmethod
     def _write_blocks(fd: int, views: list[memoryview], offset: int) -> int:
-        """As cuFile writes: the last block with what was behind the data some time ago."""
+        """As cuFile writes: the last block with what was after the data some time ago."""
         end = offset + views[0].nbytes
         behind = os.pread(fd, -end % 4096, end)
         time.sleep(0.01)

@@ -95,7 +95,7 @@ def test_each_step_runs_once_whenever_it_is_added() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_steps_behind_steps(late: bool) -> None:
+def test_steps_after_steps(late: bool) -> None:
     reads = pending(tensors=2)
     if late:
         reads.finish()

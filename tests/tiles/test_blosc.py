@@ -81,7 +81,7 @@ def test_streams_are_plain_lz4_blocks_and_zstd_frames_of_shuffled_bytes() -> Non
 @pytest.mark.parametrize("codec", ON_CPU)
 @given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=8))
 def test_a_damaged_stream_raises_or_gives_other_bytes(codec: str, flips: list[tuple[int, int]]) -> None:
-    """And writes nowhere else: what lies behind the output stays."""
+    """And writes nowhere else: what lies after the output stays."""
     blocks = example()
     buffer, starts, sizes = gather(blosc.compress(blocks, codec), [3, 4, 2])
     for at, by in flips:

@@ -208,7 +208,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 f.seek(offset)
                 f.write(content(nbytes))
         (folder / "tail.bin").write_bytes(content(50_000))
-        os.sync()  # what is punched out stays on the disk behind the extent
+        os.sync()  # what is punched out stays on the disk after the extent
         run("fallocate", "--punch-hole", "--offset", "8192", "--length", "42000", str(folder / "tail.bin"))
         with (folder / "cut.bin").open("wb") as f, (folder / "other.bin").open("wb") as g:
             for i in range(200):
@@ -973,7 +973,7 @@ class TestUserSpace:
                 with pytest.raises(FileChanged, match=f"has 3000320 bytes, and had {wrong} when it was listed"):
                     storage.load(Reads.of("set/file.bin", [(0, 1)], wrong)).wait()
 
-    def test_an_inode_may_end_with_the_disk_and_not_behind_it(
+    def test_an_inode_may_end_with_the_disk_and_not_past_it(
         self, disk: LoopDisk, file: Path, double: libraries.Double
     ) -> None:
         made = BlockMap.build(disk.folder / "set").origin

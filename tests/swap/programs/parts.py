@@ -101,7 +101,7 @@ def slides(study: Study) -> Iterator[Any]:
 @program(
     "PatchWSIDataset",
     "DataLoader",
-    differs="after `set_determinism` MONAI's seeds the transforms again for each patch, and all patches get equal draws",
+    differs="after `set_determinism` MONAI's seeds the transforms again per patch, and all patches get equal draws",
     needs=("tifffile",),
 )
 def slides_that_draw(study: Study) -> Iterator[Any]:
