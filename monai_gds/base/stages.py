@@ -26,6 +26,9 @@ DIRECT, COMPATIBLE, STAGED = "directly into GPU memory", "cuFile's compatibility
 MAPPED, KEPT, HOST = "mapped", "kept memory", "read into host memory"
 WAYS = (DIRECT, COMPATIBLE, STAGED, MAPPED, KEPT, HOST)
 
+#: Begins the name of a count: what a transform made on the CPU, to be copied to the device.
+MADE = "made on the CPU by "
+
 #: Seconds and counts of a watch.
 Measurements: TypeAlias = "tuple[dict[tuple[str, str], float], dict[str, int]]"
 
@@ -35,8 +38,9 @@ class Watch:
 
     Attributes:
         seconds: the seconds of each stage and part of it, such as ``("random transforms", "RandFlipd")``.
-        counts: ``"hits"``, ``"computed"`` (items), ``"bytes"`` that were read of records, and those that each of
-            :data:`WAYS` served.
+        counts: ``"hits"``, ``"computed"`` (items), ``"bytes"`` that were read of records, the bytes that are
+            ``"stored"`` there, those that each of :data:`WAYS` served, and, after :data:`MADE`, those that a
+            transform's name made on the CPU for another device.
         in_workers: whether other processes measured a part of this.
         stream: a CUDA stream, whose work counts to the stage that began it; None: no stage waits for a device.
     """
@@ -46,11 +50,14 @@ class Watch:
         self.counts: Counter[str] = Counter()
         self.in_workers = False
         self.stream: torch.cuda.Stream | None = None
+        self.held = False  # whether the thread stays in its stage, whatever it enters
         self._stage: tuple[str, str] | None = None
         self._since = 0.0
 
     def enter(self, stage: tuple[str, str] | None) -> None:
         """Ends the stage that the thread is in, and begins another; None begins none."""
+        if self.held:
+            return
         if self.stream is not None:
             self.stream.synchronize()
         now = time.perf_counter()
@@ -101,6 +108,21 @@ def enter(stage: str, part: str = "") -> None:
     """From here on the calling thread is in this stage."""
     if _watches and (watch := _watches.get(threading.get_ident())) is not None:
         watch.enter((stage, part))
+
+
+@contextmanager
+def all_in(stage: str, part: str) -> Iterator[None]:
+    """The calling thread is in this stage throughout the block, whatever stages it enters there."""
+    watch = _watches.get(threading.get_ident()) if _watches else None
+    if watch is None:
+        yield
+        return
+    watch.enter((stage, part))
+    watch.held = True
+    try:
+        yield
+    finally:
+        watch.held = False
 
 
 def count(what: str, by: int = 1) -> None:

@@ -13,6 +13,7 @@ import marshal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -269,7 +270,7 @@ class Programmed:
             self.plain = False
             made = self._again(program.done) if self._answer.rounded else (item, self._answer.drawn)
             if made is not None:
-                with suppress(RecordGone):
+                with suppress(RecordGone), stages.all_in("random transforms", "comparing"):
                     item = self._trust.compared(made, program, self._split.steps(), self._eagerly, self._again)
         return item, program.done
 
@@ -279,6 +280,10 @@ class Programmed:
         if program is None or values is None:
             return None
         stages.enter("random transforms", "replay")
+        for step, nbytes in program.made if stages.watching() else ():
+            kind = type(self._split.steps()[step])
+            if "device" in signature(kind).parameters:
+                stages.count(stages.MADE + kind.__name__, nbytes)
         try:
             return replay(program, values, self._session.target())
         except GuardFailed as e:

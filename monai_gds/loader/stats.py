@@ -22,6 +22,9 @@ _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
 #: Training that waits for a smaller share of an epoch gains nothing from a faster loader.
 _LITTLE = 0.05
 
+#: Whoever reads a larger share of his records reads all but their heads.
+_ALL = 0.95
+
 #: More workers than that hardly make a training faster.
 _WORKERS = 8
 
@@ -70,8 +73,8 @@ class Stats:
             MONAI's ``DataLoader`` makes the batches, and nothing is measured; hits and bytes are not counted then.
         transforms: the seconds of each deterministic transform, of items that were computed.
         random_transforms: the seconds of each random transform: where programs are used, of drawing it in a worker and,
-            if it is in no program or compared, of running it. ``recording`` is what else recording takes, and
-            ``replay`` what programs take in the loader's thread.
+            if it is in no program, of running it. ``recording`` is what else recording takes; in the loader's thread
+            ``replay`` is what programs take, and ``comparing`` to make items without their programs and compare.
         saving_behind: the seconds in which records were written in the background.
         batches: batches that were delivered.
         hits: items that were read.
@@ -88,6 +91,8 @@ class Stats:
         global_draws: which transforms drew from generators of the whole process, in words; empty if none was seen to.
         skipped: items that could not be made, for which others came.
         rounded: items for which workers computed small tensors that are the GPU's to compute.
+        stored: bytes of the records that were read, in part or whole.
+        made: the bytes that transforms in programs made on the CPU for another device, such as sampling grids.
     """
 
     seconds: float
@@ -107,6 +112,8 @@ class Stats:
     global_draws: str = ""
     skipped: tuple[FailedItem, ...] = ()
     rounded: int = 0
+    stored: int = 0
+    made: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -148,7 +155,8 @@ class Stats:
             most = _share(self.random_transforms[name], sum(work.values()))
             share, remedy = f"{share}, {name} alone {most}", _of_random(self.in_workers)
             if name in self.on_values:
-                remedy = f"the loader's thread runs it, since {self.on_values[name]}"
+                why = self.on_values[name]
+                remedy = f"the loader's thread runs it, since {why}; programs='off' gives it to workers"
         else:
             remedy = _of_reading() if stage == "reading" else _REMEDIES[stage]
         verb = "take" if stage.endswith("transforms") or stage == "keys" else "takes"
@@ -160,9 +168,10 @@ class Stats:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
+        of = f"of {self.stored / 1e9:.3f} " if self.nbytes < _ALL * self.stored else ""
         read = (
             f", {self.hits} hits and {self.computed} computed items ({self.hit_rate:.0%} hits), "
-            f"{self.nbytes / 1e9:.3f} GB read, {self.gigabytes_per_second:.2f} GB/s"
+            f"{self.nbytes / 1e9:.3f} {of}GB read, {self.gigabytes_per_second:.2f} GB/s"
         )
         lines = [
             f"{self.seconds:.3f} s, {self.batches} batches{read if self.stages else ''}",
@@ -180,6 +189,9 @@ class Stats:
         lines += [self.global_draws] if self.global_draws else []
         if self.rounded:
             lines.append(f"programs='fast': last bits of {self.rounded} items may differ from what the GPU computes")
+        for name, nbytes in self.made.items():
+            each = nbytes / 1e6 / max(self.hits + self.computed, 1)
+            lines.append(f"{name} computes {each:.1f} MB per item on the CPU; given device=, it does so on the GPU")
         lines += [f"skipped item {one.index} ({one.path}): {one.error}" for one in self.skipped]
         return "\n".join([*lines, self.advice])
 
@@ -238,4 +250,6 @@ class MeasuredEpoch:
             global_draws=global_draws,
             skipped=skipped,
             rounded=counts.get("rounded", 0),
+            stored=counts.get("stored", 0),
+            made={what.removeprefix(stages.MADE): n for what, n in counts.items() if what.startswith(stages.MADE)},
         )

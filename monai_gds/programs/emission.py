@@ -6,15 +6,17 @@ Used by :mod:`monai_gds.programs.recorder`.
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from monai_gds.programs.ghostly import ON_TARGET, plainly
+from monai_gds.programs.ghostly import ON_HOST, ON_TARGET, plainly
 from monai_gds.programs.jit import cut
 from monai_gds.programs.log import Log, Operation, Ref, unexpanded
 from monai_gds.programs.program import Constant, Guard, Program, Step, View, hold, pack
@@ -110,6 +112,7 @@ class _Emission:
                 guard._replace(value=slots[key]) for guard, key in zip(guards, guarded, strict=True)
             ),
             holes=tuple(slots[key] for key in holes), item=taken, done=len(marks), form=_forms(of, marks),
+            made=_made(of, [of.operations[draft.number] for draft in drafts], owners),
         )  # fmt: skip
 
     def _needed(self, numbers: set[int]) -> list[Operation]:
@@ -236,6 +239,16 @@ def _bytes(tensor: Tensor) -> bytes:
     tensor = unexpanded(tensor)
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _made(log: Log, operations: Sequence[Operation], owners: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """For each transform that makes tensors on the CPU for another device, how many bytes these have."""
+    found: Counter[int] = Counter()
+    for operation, owner in zip(operations, owners, strict=True):
+        if operation.kind == ON_HOST and not operation.about.view:
+            places = [log.places[number] for number in operation.outs if number is not None]
+            found[owner] += sum(math.prod(place.size) * place.dtype.itemsize for place in places)
+    return tuple(found.items())
 
 
 def _forms(log: Log, marks: Sequence[int]) -> tuple[str, ...]:

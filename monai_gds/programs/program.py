@@ -153,6 +153,8 @@ class Program(NamedTuple):
         item: the item, by :func:`pack` or, in the process that recorded it, :func:`hold`.
         done: how many transforms are in the program.
         form: for each of them what identifies its operations.
+        made: which of them make tensors on the CPU for another device at each replay, such as sampling grids, and how
+            many bytes.
     """
 
     forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -169,6 +171,7 @@ class Program(NamedTuple):
     item: bytes | Held
     done: int
     form: tuple[str, ...]
+    made: tuple[tuple[int, int], ...] = ()
 
     @property
     def pieces(self) -> list[Piece]:

@@ -108,6 +108,8 @@ class PendingItem:
         if first == "head":
             self.later = head.forms()
         self.nbytes = 0 if first == "head" else head.rest.reads.total if self.later else head.file.size
+        if first != "head":
+            stages.count("stored", head.file.size)
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
         self._whole: dict[int, tuple[str, torch.Tensor]] = {}  # what is not in :attr:`later`, by its address
@@ -196,6 +198,8 @@ class PendingItem:
         """
         stages.enter("reading")
         head, reader = self._head, self._reader
+        if self._first == "head":
+            stages.count("stored", head.file.size)
         volumes = Volumes(reader, self._path, head, self._found)
         if self._error is not None:
             reader.give_up(self._path, self._error)

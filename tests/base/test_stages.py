@@ -62,3 +62,14 @@ def test_what_a_worker_measured_is_added_once() -> None:
             stages.count("hits")
             watch.add(worker.take())
     assert watch.counts == {"hits": 2} and not worker.take()[1]
+
+
+def test_a_thread_may_stay_in_one_stage_whatever_it_enters() -> None:
+    watch = Watch()
+    with stages.all_in("a", "b"):  # nobody measures
+        pass
+    with measured(watch):
+        with stages.all_in("a", "b"):
+            stages.enter("c")
+        stages.enter("d")
+    assert list(watch.seconds) == [("a", "b"), ("d", "")]

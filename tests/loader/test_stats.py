@@ -148,6 +148,7 @@ def test_crops_that_are_drawn_first_are_named(make: Make) -> None:
         stats = epoch(loader)
     assert set(stats.random_transforms) == {"RandSpatialCropSamplesd", "RandSlow"}
     assert 0 < stats.nbytes < ITEMS * 4 * 72**3  # the tiles that the crops touch
+    assert stats.stored >= sum(path.stat().st_size for path in Path(dataset.cache_dir).glob("*.safetensors"))
 
 
 def test_workers_are_not_advised_twice(make: Make) -> None:
@@ -378,7 +379,7 @@ def test_smaller_records_are_advised_where_they_can_be_made(
                 "on_values": {"RandRotated": "it uses the values of voxels"},
             },
             "Random transforms take 100% of the loader's and its workers' time, RandRotated alone 100%: the loader's "
-            "thread runs it, since it uses the values of voxels.",
+            "thread runs it, since it uses the values of voxels; programs='off' gives it to workers.",
         ),
     ],
 )
@@ -392,6 +393,9 @@ def test_a_table_and_json() -> None:
     )
     shown = str(stats)
     assert "10 hits and 0 computed items (100% hits), 20.000 GB read, 2.00 GB/s" in shown
+    part = stats_of(stages={"reading": 2.0}, nbytes=10**9, stored=8 * 10**9, made={"RandAffined": 850 * 10**6})
+    assert "1.000 of 8.000 GB read" in str(part)
+    assert "RandAffined computes 85.0 MB per item on the CPU; given device=, it does so on the GPU" in str(part)
     assert [line.split()[0] for line in shown.splitlines()[2:6]] == ["random", "RandRotated", "A", "reading"]
     assert shown.endswith(stats.advice)
     assert stats.as_dict()["hit_rate"] == 1 and stats.as_dict()["stages"] == {"random transforms": 8.0, "reading": 2.0}

@@ -625,6 +625,18 @@ def test_many_values_that_the_device_computes_are_refused() -> None:
     assert run(own(field), AS_CUDA).why == "it uses values that are computed later"
 
 
+def test_what_a_transform_makes_on_the_cpu_is_told() -> None:
+    def made(where: Where, device: str | None) -> dict[int, int]:
+        modes = {"mode": ("bilinear", "nearest"), "device": device}
+        affine = mt.RandAffined(BOTH, prob=1.0, rotate_range=(0.3, 0.0, 0.0), **modes)
+        recorded = record(seeded(lambda: mt.Compose([mt.RandSpatialCropd(BOTH, (24,) * 3), affine]), 0), item(), where)
+        assert recorded.program is not None and recorded.refused is None
+        return dict(recorded.program.made)
+
+    assert made(AS_CUDA, None)[1] > 2 * 4 * 4 * 24**3, "two grids"
+    assert made(AS_CUDA, "cuda:0") == made(CPU, None) == {}
+
+
 # Steps
 
 

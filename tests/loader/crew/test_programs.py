@@ -23,6 +23,7 @@ from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
 from monai_gds.dataset import programmed
 from monai_gds.loader.crew.crew import Crew
 from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
+from monai_gds.programs import emission
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.recorder import Recorded
 from tests.fresh import printed_by
@@ -297,6 +298,20 @@ def test_fast_programs_ask_the_device_for_nothing(
         assert_same([list(loader), list(loader)], expected)
     assert f"last bits of {COUNT} items may differ" in str(loader.stats())
     assert 0 < len(compared) < 2 * COUNT
+
+
+def test_comparisons_have_a_row_of_their_own(make: Make) -> None:
+    loader = load(make(*crops()), 1, stats=True)
+    list(loader)
+    assert {"comparing", "replay", "recording"} < loader.stats().random_transforms.keys()
+
+
+def test_what_is_made_on_the_cpu_for_a_gpu_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emission, "ON_HOST", emission.ON_TARGET)  # as if what is made here were for a GPU
+    affine = mt.RandAffined("image", prob=1.0, rotate_range=(0.3, 0.2, 0.1))
+    loader = load(make(mt.RandSpatialCropd(KEYS, (32, 32, 32)), affine, mt.RandFlipd("image", 1.0)), stats=True)
+    list(loader)
+    assert list(loader.stats().made) == ["RandAffined"]
 
 
 def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) -> None:
