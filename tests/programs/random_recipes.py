@@ -15,11 +15,11 @@ CROPPED = (18, 17, 16)
 
 
 class OnImage(mt.RandomizableTransform):  # type: ignore[misc]
-    """Runs a transform of arrays on the image of an item; several results become a list."""
+    """Runs a transform of arrays on the image of an item, or on image and label; several results become a list."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, keys: tuple[str, ...]) -> None:
         super().__init__(1.0)
-        self.inner = inner
+        self.inner, self.keys = inner, keys
 
     def set_random_state(self, seed: int | None = None, state: Any = None) -> OnImage:
         """Seeds the transform within, too."""
@@ -29,7 +29,7 @@ class OnImage(mt.RandomizableTransform):  # type: ignore[misc]
         return self
 
     def __call__(self, data: Any) -> Any:
-        return {**data, "image": self.inner(data["image"])}
+        return {**data, "image": self.inner(*(data[key] for key in self.keys))}
 
 
 #: The transforms of dictionaries. They are given the device that grids are to be made on.
@@ -122,6 +122,14 @@ ARRAY: Mapping[str, Callable[[str | None], Any]] = {
     "RandZoom": lambda device: mt.RandZoom(1.0, 0.8, 1.2),
 }
 
+#: Those of arrays that take a label, too.
+LABELLED: Mapping[str, Callable[[str | None], Any]] = {
+    "AddExtremePointsChannel": lambda device: mt.AddExtremePointsChannel(),
+    "RandCropByLabelClasses": lambda device: mt.RandCropByLabelClasses(SIZE, num_classes=4),
+    "RandCropByPosNegLabel": lambda device: mt.RandCropByPosNegLabel(SIZE, num_samples=2),
+    "RandWeightedCrop": lambda device: mt.RandWeightedCrop(SIZE, 2),
+}
+
 _INNER = [
     lambda: mt.RandFlipd(BOTH, 1.0, 0),
     lambda: mt.RandScaleIntensityd("image", 0.3, 1.0),
@@ -143,8 +151,7 @@ LEFT_OUT = {
     **dict.fromkeys(("Rand2DElastic", "Rand2DElasticd"), "are for flat images, and have a test of their own"),
     **dict.fromkeys(("RandCuCIM", "RandCuCIMd", "RandTorchIO", "RandTorchIOd"), "need other libraries"),
     **dict.fromkeys(("RandTorchVision", "RandTorchVisiond"), "need other libraries"),
-    **dict.fromkeys(("RandCropByLabelClasses", "RandCropByPosNegLabel", "RandWeightedCrop"), "take a label, too"),
-    **dict.fromkeys(("AddExtremePointsChannel", "RandAffineGrid", "RandDeformGrid"), "take what is no volume"),
+    **dict.fromkeys(("RandAffineGrid", "RandDeformGrid"), "take what is no volume"),
     **dict.fromkeys(("Randomizable", "RandomizableTrait", "RandomizableTransform", "RandCoarseTransform"), "are bases"),
     **dict.fromkeys(("RandMark", "RandRangePop", "RandRangePush"), "are marks for a profiler of NVIDIA's"),
     **dict.fromkeys(("IntensityRemap", "SmoothField"), "are parts of others"),
@@ -160,6 +167,8 @@ def exported() -> set[str]:
 def pipeline(name: str, device: str | None = None) -> Any:
     """A crop, and one of the transforms after it."""
     if name in ARRAY:
-        return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(ARRAY[name](device))])
+        return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(ARRAY[name](device), BOTH[:1])])
+    if name in LABELLED:
+        return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(LABELLED[name](device), BOTH)])
     made = (DICTIONARY.get(name) or HOLDING[name])(device)
     return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), made])

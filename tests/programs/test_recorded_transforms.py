@@ -10,7 +10,17 @@ from typing import Any
 import monai.transforms as mt
 import pytest
 
-from tests.programs.random_recipes import ARRAY, BOTH, DICTIONARY, HOLDING, LEFT_OUT, MODES, exported, pipeline
+from tests.programs.random_recipes import (
+    ARRAY,
+    BOTH,
+    DICTIONARY,
+    HOLDING,
+    LABELLED,
+    LEFT_OUT,
+    MODES,
+    exported,
+    pipeline,
+)
 from tests.programs.recordings import AS_CUDA, CPU, CUDA, Where, item, run, seeded, steps_of
 
 WHERE = [
@@ -19,7 +29,7 @@ WHERE = [
     pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
 ]
 
-NAMES = [*DICTIONARY, *ARRAY, *HOLDING]
+NAMES = [*DICTIONARY, *ARRAY, *LABELLED, *HOLDING]
 
 #: Tried at each run of the tests.
 QUICK = [
@@ -42,7 +52,7 @@ RECORDED = {"RandGridPatchd"}
 
 
 def test_every_random_transform_has_a_recipe_or_a_reason() -> None:
-    assert exported() == DICTIONARY.keys() | ARRAY.keys() | HOLDING.keys() | LEFT_OUT.keys()
+    assert exported() == DICTIONARY.keys() | ARRAY.keys() | LABELLED.keys() | HOLDING.keys() | LEFT_OUT.keys()
 
 
 @pytest.mark.parametrize("where", WHERE)
