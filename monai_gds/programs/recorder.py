@@ -138,7 +138,8 @@ class Recorder:
                 program = run.program(make(dict(run.recording.ghosts)), whole=refused is None)
                 if program is not None:
                     break
-                done = len(run.marks) if len(run.marks) < count else 0  # at the end the item itself was refused
+                # If all ran, the item was refused, probably for what one of the last has put there.
+                done = min(len(run.marks), count - 1)
                 before.put_back()
                 # A transform may have been refused on the way of a wrong guess, such as that there is no foreground.
                 bools = [g.place for g in run.recording.guards if g.place[0] == done and not g.guess]

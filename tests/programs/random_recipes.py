@@ -17,7 +17,7 @@ CROPPED = (18, 17, 16)
 class OnImage(mt.RandomizableTransform):  # type: ignore[misc]
     """Runs a transform of arrays on the image of an item, or on image and label; several results become a list."""
 
-    def __init__(self, inner: Any, keys: tuple[str, ...]) -> None:
+    def __init__(self, inner: Any, keys: tuple[str, ...] = ("image",)) -> None:
         super().__init__(1.0)
         self.inner, self.keys = inner, keys
 
@@ -167,7 +167,7 @@ def exported() -> set[str]:
 def pipeline(name: str, device: str | None = None) -> Any:
     """A crop, and one of the transforms after it."""
     if name in ARRAY:
-        return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(ARRAY[name](device), BOTH[:1])])
+        return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(ARRAY[name](device))])
     if name in LABELLED:
         return mt.Compose([mt.RandSpatialCropd(BOTH, CROPPED), OnImage(LABELLED[name](device), BOTH)])
     made = (DICTIONARY.get(name) or HOLDING[name])(device)

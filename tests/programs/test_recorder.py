@@ -25,7 +25,7 @@ from monai_gds.programs import kept
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.program import Program, View
 from monai_gds.programs.recorder import Recorder
-from monai_gds.programs.replay import GuardFailed, answered, replay
+from monai_gds.programs.replay import GuardFailed, _copied, answered, replay
 from tests.programs.recordings import (
     AS_CUDA,
     BOTH,
@@ -293,6 +293,23 @@ def test_volumes_of_other_dtypes(dtype: torch.dtype) -> None:
     assert outcome.done is None
 
 
+def test_a_conjugate_of_a_complex_volume() -> None:
+    turned = run(
+        lambda: mt.Compose([mt.RandSpatialCropd(BOTH, (9, 9, 9)), Own(lambda self, x: torch.resolve_conj(x.conj()))]),
+        of=item(dtype=torch.complex64) | {"image": MetaTensor(torch.randn(1, *SHAPE, dtype=torch.complex64))},
+    )
+    assert turned.done is None, turned.why
+
+
+def test_numbers_that_are_equal_and_of_other_types() -> None:
+    def several(self: Own, data: Any) -> Any:
+        whole = data["image"].to(torch.int32)
+        return {**data, "int": whole**2, "float": whole**2.0}
+
+    found = run(lambda: Own(several, whole=True)).got
+    assert [found[name].dtype for name in ("int", "float")] == [torch.int32, torch.float32]
+
+
 # Transforms that are refused
 
 
@@ -411,6 +428,33 @@ def test_what_is_refused(function: Callable[[Any, Any], Any], where: Where) -> N
     assert (outcome.recorded.refused.step, outcome.recorded.refused.name) == (2, "Own")
 
 
+def test_a_large_tensor_that_a_transform_adds_is_refused() -> None:
+    def adds(self: Own, data: Any) -> Any:
+        return {**data, "noise": torch.from_numpy(self.R.normal(size=limits.CONSTANTS_BYTES // 8 + 1))}
+
+    outcome = run(own(adds, whole=True))
+    assert outcome.done == 2 and outcome.why.endswith("bytes that are made on the CPU")
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "grid_sample"])
+def test_what_is_made_of_other_operations_on_a_gpu_is_refused_for_one(name: str) -> None:
+    def batch_norm(self: Own, x: Any) -> Any:
+        return F.batch_norm(x.as_tensor()[None], None, None, training=True)[0]
+
+    def grid_sample(self: Own, x: Any) -> Any:
+        grid = torch.zeros(1, 4, 4, 2, device=x.device)
+        return F.grid_sample(x.as_tensor()[:, 0][None], grid, align_corners=False)[0]
+
+    function = {"batch_norm": batch_norm, "grid_sample": grid_sample}[name]
+    assert run(own(function), AS_CUDA).why == f"{name} is another operation on a GPU"
+    assert run(own(function), CPU).done is None
+
+
+def test_a_volume_on_a_gpu_is_no_array_there_either() -> None:
+    recorded = record(seeded(own(lambda self, x: torch.as_tensor(x.numpy())), 0), item(), AS_CUDA)
+    assert recorded.refused is not None and "TypeError: can't convert a CUDA tensor" in recorded.refused.why
+
+
 def test_the_first_function_to_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)
     outcome = record(seeded(own(lambda self, x: torch.compile(torch.sin)(x.as_tensor())), 0), item(), CPU)
@@ -438,17 +482,19 @@ def test_another_device_is_refused() -> None:
         assert recorded.refused is not None and recorded.refused.why.startswith("it uses the device")
 
 
-def test_an_item_that_cannot_be_pickled_is_no_program() -> None:
-    outcome = record(seeded(own(lambda self, data: {**data, "f": lambda: 3}, whole=True), 0), item(), CPU)
-    assert outcome.program is None and outcome.refused is not None
-    assert "pickle" in outcome.refused.why
-
-
-def test_nor_is_one_with_a_quantized_tensor() -> None:
+def test_a_program_ends_before_what_makes_an_item_that_cannot_be_pickled() -> None:
     few = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
-    outcome = record(seeded(own(lambda self, data: {**data, "few": few}, whole=True), 0), item(), CPU)
+    for added, why in ((few, "quantized"), (lambda: 3, "pickle")):
+        steps = own(lambda self, data, added=added: {**data, "added": added}, whole=True)
+        outcome = record(seeded(steps, 0), item(), CPU)
+        assert outcome.program is not None and outcome.program.done == 2
+        assert outcome.refused is not None and outcome.refused.step == 2 and why in outcome.refused.why
+
+
+def test_an_item_that_could_not_be_pickled_before_has_no_program() -> None:
+    outcome = record(seeded(own(lambda self, x: x), 0), {**item(), "few": lambda: 3}, CPU)
     assert outcome.program is None and outcome.refused is not None
-    assert "quantized" in outcome.refused.why
+    assert outcome.refused.step == 0 and "pickle" in outcome.refused.why
 
 
 def test_an_error_of_the_transform_is_a_refusal_and_the_eager_run_raises_it() -> None:
@@ -560,6 +606,33 @@ def test_values_that_the_device_computes_are_asked_of_it(where: Where) -> None:
     outcome = ran(turned, where)
     assert outcome.done is None
     assert not outcome.program.guards
+
+
+def test_a_number_is_asked_for_again_once_it_was_written_to() -> None:
+    def counts(self: Own, x: Any) -> Any:
+        of_none = torch.linspace(0, 1, 3, device=x.device).exp()
+        before = of_none.tolist()
+        of_none.mul_(2)
+        x.meta["counts"] = before, of_none.tolist()
+        return x
+
+    for where in (CPU, AS_CUDA):
+        assert run(own(counts), where).done is None
+
+
+def test_what_devices_make_of_nan_as_an_integer_is_asked_for() -> None:
+    asked: list[Program] = []
+
+    def label(self: Own, x: Any) -> Any:
+        given = torch.tensor([1.5, float("nan")]).to(x.device)
+        return x * (len(given.to(torch.int32).tolist()) + len(given.to(torch.float64).tolist()))
+
+    def ask(program: Program) -> bytes:
+        asked.append(program)
+        return answered(program, torch.device("cpu"))
+
+    assert record(seeded(own(label), 0), item(), AS_CUDA, ask=ask).refused is None
+    assert len(asked) == 1
 
 
 def test_what_the_device_answers_is_what_the_transform_reads() -> None:
@@ -730,12 +803,13 @@ def test_a_module_that_moved_is_where_it_was() -> None:
     split = seeded(own(network), 0)
     step = split.steps()[2]
     step.kept = Big()
-    values = copy.deepcopy(step.kept.state_dict())
+    values, held = copy.deepcopy(step.kept.state_dict()), list(step.kept.parameters())
     for _ in range(2):
         assert record(split, item(), AS_CUDA).refused is None
         found = step.kept.state_dict()
         assert all(torch.equal(values[name], found[name]) for name in values)
         assert all(isinstance(p, torch.nn.Parameter) and p.requires_grad for p in step.kept.parameters())
+        assert not any(map(is_ghost, held)), "as an optimizer holds them"
 
 
 # Programs
@@ -894,6 +968,14 @@ def test_volumes_of_ones_own_are_not_copied() -> None:
         assert got[name].untyped_storage().data_ptr() == volumes[name].data.untyped_storage().data_ptr()
     assert volumes["image"].changed() and not volumes["label"].changed()
     assert torch.equal(got["image"], replay(program, voxels(program, of), torch.device("cpu"))["image"])
+
+
+def test_copies_lie_as_the_views_do() -> None:
+    whole = torch.arange(1000.0)
+    views = [whole[3:40], whole[70:90:2]]
+    copies = _copied(views)
+    places = [[tensor.data_ptr() % 64 for tensor in some] for some in (views, copies)]
+    assert places[0] == places[1] and all(map(torch.equal, views, copies))
 
 
 def test_a_view_of_nothing_needs_no_volume() -> None:
