@@ -154,7 +154,9 @@ class Stats:
             name = max(self.random_transforms, key=self.random_transforms.__getitem__)
             most = _share(self.random_transforms[name], sum(work.values()))
             share, remedy = f"{share}, {name} alone {most}", _of_random(self.in_workers)
-            if name in self.on_values:
+            if name == "comparing":
+                remedy = "only programs that are new are compared, and all with programs='check'"
+            elif name in self.on_values:
                 why = self.on_values[name]
                 remedy = f"the loader's thread runs it, since {why}; programs='off' gives it to workers"
         else:

@@ -371,6 +371,15 @@ def test_smaller_records_are_advised_where_they_can_be_made(
             },
             "Random transforms take 100% of the loader's and its workers' time, RandRotated alone 100%: more workers",
         ),
+        (
+            {
+                "stages": {"random transforms": 8.0},
+                "in_workers": True,
+                "random_transforms": {"comparing": 6.0, "A": 2.0},
+            },
+            "Random transforms take 100% of the loader's and its workers' time, comparing alone 75%: only programs that "
+            "are new are compared",
+        ),
         (  # which cannot run there
             {
                 "stages": {"random transforms": 8.0},
