@@ -377,8 +377,8 @@ def test_smaller_records_are_advised_where_they_can_be_made(
                 "in_workers": True,
                 "random_transforms": {"comparing": 6.0, "A": 2.0},
             },
-            "Random transforms take 100% of the loader's and its workers' time, comparing alone 75%: only programs that "
-            "are new are compared",
+            "Random transforms take 100% of the loader's and its workers' time, comparing alone 75%: only programs "
+            "that are new are compared",
         ),
         (  # which cannot run there
             {
