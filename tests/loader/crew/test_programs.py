@@ -19,7 +19,7 @@ from monai.data import MetaTensor
 from monai.transforms.utils import reset_ops_id
 from monai.utils import set_determinism
 
-from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
+from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied, available_backends
 from monai_gds.dataset import programmed
 from monai_gds.loader.crew.crew import Crew
 from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
@@ -39,6 +39,7 @@ from tests.programs.test_recorder import (
     own_generator,
 )
 from tests.same import assert_same
+from tests.storage.xnvme import libraries
 
 pytestmark = pytest.mark.usefixtures("no_loop_is_left")
 
@@ -323,6 +324,18 @@ def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) 
     list(loader)
     whole = os.path.getsize(dataset.session.cache().record_path(dataset.key(0).digest))
     assert loader.stats().nbytes < 1.5 * whole, "the crop's tiles, and once all for the comparison"
+
+
+@pytest.mark.parametrize("backend", ["deepnvme", "xnvme"])
+def test_programs_read_through_other_backends(make: Make, backend: str, target: str) -> None:
+    expected = epochs(make(*crops()))
+    with libraries.using("double"):
+        found = available_backends(target)[backend]
+        if not found:
+            pytest.skip(f"{found.reason}; {found.remedy}")
+        dataset = make(*crops(), backend=backend)
+        assert_same(epochs(dataset, 2), expected)
+        assert "on values" not in dataset.explain(0)
 
 
 def test_arrays_of_an_item(tmp_path: Path, target: str, eagerly: Any) -> None:
