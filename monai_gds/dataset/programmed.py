@@ -282,8 +282,9 @@ class Programmed:
         stages.enter("random transforms", "replay")
         for step, nbytes in program.made if stages.watching() else ():
             kind = type(self._split.steps()[step])
-            if "device" in signature(kind).parameters:
-                stages.count(stages.MADE + kind.__name__, nbytes)
+            with suppress(ValueError):  # a partial, for one, has no signature
+                if "device" in signature(kind).parameters:
+                    stages.count(stages.MADE + kind.__name__, nbytes)
         try:
             return replay(program, values, self._session.target())
         except GuardFailed as e:

@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ class OwnState(mt.RandomizableTransform):
 
     def __call__(self, data: Any) -> Any:
         return {**data, "image": data["image"] + self.rng.rand()}
+
+
+def with_ramp(data: Any, key: str) -> Any:
+    return {**data, key: data[key] + torch.arange(data[key].shape[-1])}
 
 
 class Inner(mt.RandomizableTransform):
@@ -313,6 +318,14 @@ def test_what_is_made_on_the_cpu_for_a_gpu_is_told(make: Make, monkeypatch: pyte
     loader = load(make(mt.RandSpatialCropd(KEYS, (32, 32, 32)), affine, mt.RandFlipd("image", 1.0)), stats=True)
     list(loader)
     assert list(loader.stats().made) == ["RandAffined"]
+
+
+def test_a_partial_that_makes_tensors_on_the_cpu_may_be_measured(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tells no signature of its class."""
+    monkeypatch.setattr(emission, "ON_HOST", emission.ON_TARGET)
+    ramp = partial(with_ramp, key="image")
+    loader = load(make(mt.RandSpatialCropd(KEYS, (32, 32, 32)), ramp, mt.RandFlipd("image", 1.0)), stats=True)
+    assert len(list(loader)) > 0 and not loader.stats().made
 
 
 def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) -> None:
