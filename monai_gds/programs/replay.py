@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -213,13 +214,13 @@ def _views(program: Program, volumes: Mapping[str, Source], device: torch.device
 def _strided(memory: Tensor, places: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> list[Tensor]:
     """Views, each as :meth:`torch.Tensor.as_strided` takes it: all by one call, since each gives Python's lock back."""
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        views: list[Tensor] = _as_strided()(memory, *map(list, zip(*places, strict=True)))
+        views: list[Tensor] = _as_strided(os.getpid())(memory, *map(list, zip(*places, strict=True)))
     return views
 
 
 @cache
-def _as_strided() -> Callable[..., Any]:
-    """The function. With ``torch.jit.script`` it would be shorter, which is deprecated."""
+def _as_strided(process: int) -> Callable[..., Any]:
+    """The function of a process: its lock may be taken at a fork. ``torch.jit.script``, shorter, is deprecated."""
     source = """
     def as_strided(memory: Tensor, sizes: List[List[int]], strides: List[List[int]], offsets: List[int]):
         return [memory.as_strided(sizes[i], strides[i], offsets[i]) for i in range(len(offsets))]

@@ -17,6 +17,7 @@ from monai_gds.pipeline.ahead import why_not
 from monai_gds.programs.recorder import Recorder
 from monai_gds.programs.replay import replay
 from tests.programs.random_recipes import OnImage
+from tests.fresh import printed_by
 from tests.programs.recordings import BOTH, CPU, SHAPE, Outcome, Voxels, item, record, run, seeded
 
 SIZE = (12, 10, 8)
@@ -239,3 +240,39 @@ def test_a_volume_that_nothing_can_replace_is_refused() -> None:
     for make in (lambda ghosts: {"image": Box(ghosts["image"])}, lambda ghosts: {}):
         program, refused = recorder.record([lambda data: data], lambda step, data: step(data), make)
         assert program is None and refused is not None and "'image'" in refused.why
+
+
+def test_a_forked_process_replays_whatever_threads_did_at_the_fork() -> None:
+    """As workers that are forked while a loader's thread runs. TorchScript has a lock for each function."""
+    assert printed_by(FORKS) == "{0}"
+
+
+FORKS = """
+import os, signal, threading, torch
+from monai_gds.programs.replay import _strided
+
+memory, ended, found = torch.arange(1000.0), threading.Event(), set()
+
+def views():
+    return _strided(memory, [((2, 2), (10, 1), 5)])
+
+def loader():
+    while not ended.is_set():
+        views()
+
+threads = [threading.Thread(target=loader) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(40):
+    if not (child := os.fork()):
+        signal.alarm(20)
+        views()
+        os._exit(0)
+    found.add(os.waitpid(child, 0)[1])
+    if found != {0}:
+        break
+ended.set()
+for thread in threads:
+    thread.join()
+print(found)
+"""
