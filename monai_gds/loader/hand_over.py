@@ -184,6 +184,7 @@ class HandOver:
         self.stopped = True
         self._on_taken = lambda mark: None  # a traceback that is kept must not keep what was read ahead
         self._parcels.clear()
+        self._taken.clear()
         for bell in (self._room, self._back, self._news):
             bell.ring()
         if self._ended:

@@ -70,6 +70,18 @@ def test_no_more_metadata_is_kept_than_the_page_of_limits_has(hand_over: HandOve
     assert sum(ref() is not None for ref in held) <= limits.METADATA_KEPT + 1
 
 
+def test_an_iterator_that_is_kept_after_its_loop_keeps_no_metadata(hand_over: HandOver) -> None:
+    """As trainers keep it until the next epoch."""
+    for number in range(2):
+        put(hand_over, number)
+    hand_over.end()
+    held = [weakref.ref(hand_over.take()["image"].meta["spacing"]) for _ in range(2)]
+    with pytest.raises(StopIteration):
+        hand_over.take()
+    hand_over.stop()
+    assert not any(ref() is not None for ref in held)
+
+
 def test_a_tensor_that_the_user_adds_to_metadata_goes_with_the_batch(hand_over: HandOver) -> None:
     put(hand_over, 0)
     taken = hand_over.take()
