@@ -16,8 +16,8 @@ import torch
 from monai_gds.pipeline.ahead import why_not
 from monai_gds.programs.recorder import Recorder
 from monai_gds.programs.replay import replay
-from tests.programs.random_recipes import OnImage
 from tests.fresh import printed_by
+from tests.programs.random_recipes import OnImage
 from tests.programs.recordings import BOTH, CPU, SHAPE, Outcome, Voxels, item, record, run, seeded
 
 SIZE = (12, 10, 8)
