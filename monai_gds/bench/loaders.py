@@ -2,15 +2,19 @@
 processor time that an image takes.
 
 A peer is a function. Given :class:`LoaderSettings` and a number of threads, it endlessly yields the number of images
-in each batch that it has brought to the device. ``dali`` and ``python-file`` are written for DALI alone, as in its
-documentation, and do not even turn their outputs into torch tensors; they decode by the same operators with the same
-options as we do. ``torchvision`` is a DataLoader with as many workers. All others are ImageNetDataset with a reader.
+in each batch that it has brought to the device. Those named after DALI and ``python-file`` are written for DALI alone,
+as in its documentation, and do not even turn their outputs into torch tensors; they decode by the same operators with
+the same options as we do. ``torchvision`` is a DataLoader with as many workers. All others are ImageNetDataset with a
+reader.
 
-FFCV has no row: from PyPI it comes as source, which does not build without OpenCV and libturbojpeg.
+FFCV has no row: from PyPI it comes as source, which does not build without OpenCV and libturbojpeg. TFRecord has none,
+either: DALI wants an index of each file, which a script of its own makes.
 """
 
 from __future__ import annotations
 
+import io
+import tarfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +72,7 @@ class LoaderSettings:
     decoding: Decoding | None = None  # None: only bytes are read
     threads: Sequence[int] = (1, 2, 4, 8, 16)  # numbers of threads each peer is tried with; the best one counts
     repeats: int = 5  # measurements of each peer
+    shard: Path | None = None  # the same images in a WebDataset's tar file, which is made where missing
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,6 +88,28 @@ class LoaderSettings:
 def dali_reader(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``fn.readers.file``."""
     return _run(settings, threads, lambda fn: fn.readers.file(file_root=str(settings.datadir)))
+
+
+def dali_webdataset(settings: LoaderSettings, threads: int) -> Generator[int]:
+    """``fn.readers.webdataset``, without an index, over one shard."""
+    if settings.shard is None:
+        raise BackendUnavailable("needs a place for a tar file of the images")
+    if not settings.shard.exists():
+        _write_shard(list_folder(settings.datadir), settings.shard)
+    where = {"paths": [str(settings.shard)], "ext": ["jpg", "cls"]}
+    return _run(settings, threads, lambda fn: fn.readers.webdataset(**where, missing_component_behavior="error"))
+
+
+def _write_shard(images: ImageList, shard: Path) -> None:
+    part = shard.with_name(f"{shard.name}.part")
+    with tarfile.open(part, "w") as tar:
+        for i, label in enumerate(images.labels):
+            tar.add(images.path(i), f"{i:08}.jpg", recursive=False)
+            text = str(label).encode()
+            info = tarfile.TarInfo(f"{i:08}.cls")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text))
+    part.replace(shard)
 
 
 def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
@@ -193,6 +220,7 @@ Peer: TypeAlias = Callable[[LoaderSettings, int], Generator[int]]
 
 PEERS: Mapping[str, Peer] = {
     "dali": dali_reader,
+    "dali-webdataset": dali_webdataset,
     "python-file": python_file,
     "torchvision": torchvision_loader,
     **{name: partial(ours, name) for name in (*backend_names(), "packed")},

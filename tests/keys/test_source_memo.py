@@ -14,6 +14,7 @@ import pytest
 from monai_gds import limits
 from monai_gds.keys import source_memo as module
 from monai_gds.keys.source_memo import Ages, SourceMemo
+from monai_gds.shared import notes
 from monai_gds.shared.notes import line
 from monai_gds.shared.owner import this_process
 
@@ -34,6 +35,7 @@ def c(n: int) -> bytes:
 def write(folder: Path, *numbers: int) -> Path:
     """What a process that found out these leaves behind: its file."""
     before = set((folder / ".index").glob("*")) if (folder / ".index").exists() else set()
+    notes._own.forget()  # as in another process
     memo = SourceMemo(str(folder))
     for n in numbers:
         memo.put(k(n), c(n))
@@ -252,7 +254,7 @@ def test_a_writer_whose_file_was_merged_writes_on(tmp_path: Path, monkeypatch: p
     foreign = own.with_name("01234567-1.2.3.0.sources")  # as processes of other hosts see it
     own.rename(foreign)
     os.utime(foreign, (0, 0))
-    monkeypatch.setattr(asleep._notes, "_own", lambda: foreign.name)
+    monkeypatch.setattr(asleep._notes, "_own_file", lambda: foreign.name)
     SourceMemo(str(tmp_path)).put(k(80), c(80))
     SourceMemo(str(tmp_path)).tidy()
     assert not foreign.exists()

@@ -112,8 +112,9 @@ class Programs:
         answer = self._crew.result(running, self._watch)
         if answer is None:
             raise LoopLeft
-        if running.foreseen and answer.digest not in ("", session.key(index).digest):
-            self._crew.again(running)  # a source was edited between the epochs
+        stale = answer.digest not in ("", session.key(index).digest)  # a source was edited between the epochs
+        if running.foreseen and (stale or answer.saved.how == "busy"):  # it was just being saved
+            self._crew.again(running)
             answer = self._crew.result(running, self._watch)
             if answer is None:
                 raise LoopLeft

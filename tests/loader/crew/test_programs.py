@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from monai.utils import set_determinism
 
 from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied, available_backends
 from monai_gds.dataset import programmed
+from monai_gds.dataset.making import Saved
 from monai_gds.loader.crew.crew import Crew
 from monai_gds.pipeline.randomness import GLOBAL, state_of, states_at
 from monai_gds.programs import emission
@@ -387,6 +389,20 @@ def test_what_draws_from_generators_of_the_process_is_by_place_too(make: Make) -
     before = process_states()
     list(load(make(*drawing), generator=torch.Generator()))
     assert process_states() == before
+
+
+def test_an_item_that_was_just_being_saved_when_it_was_foreseen_is_drawn_again(make: Make) -> None:
+    """In this process it would draw from other generators."""
+    drawing = *crops(), DrawsGlobally()
+    expected = epochs(make(*drawing))
+    set_determinism(3)
+    loader = load(make(*drawing), shuffle=True)
+    found = [list(loader)]
+    for running in crew_of(loader)._ahead.values():
+        running.answer.result(20)
+        running.begun, running.answer = None, Future()
+        running.answer.set_result((programmed.Answer(Saved("busy")), None))
+    assert_same([*found, list(loader)], expected)
 
 
 def process_states() -> Any:
