@@ -17,6 +17,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+from monai.transforms import GridDistortion, GridDistortiond, RandGridDistortion, RandGridDistortiond
 from monai.transforms.utils import reset_ops_id
 
 from monai_gds.base import stages
@@ -33,6 +34,9 @@ from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal,
 from monai_gds.programs.replay import GuardFailed, answered, replay
 from monai_gds.programs.trust import Made, Trust
 from monai_gds.records.pending import PendingItem, Volumes
+
+#: Transforms that make their grids on the CPU whatever ``device`` they are given.
+_ON_CPU = GridDistortion, GridDistortiond, RandGridDistortion, RandGridDistortiond
 
 #: Seeds of an item: that of its epoch, and its position there.
 Seed = tuple[int, int]
@@ -281,10 +285,8 @@ class Programmed:
             return None
         stages.enter("random transforms", "replay")
         for step, nbytes in program.made if stages.watching() else ():
-            kind = type(self._split.steps()[step])
-            with suppress(ValueError):  # a partial, for one, has no signature
-                if "device" in signature(kind).parameters:
-                    stages.count(stages.MADE + kind.__name__, nbytes)
+            if _can_make_it_there(kind := type(self._split.steps()[step])):
+                stages.count(stages.MADE + kind.__name__, nbytes)
         try:
             return replay(program, values, self._session.target())
         except GuardFailed as e:
@@ -337,3 +339,10 @@ class Programmed:
             if program is not None and values is not None:
                 return replay(program, values, session.target()), _digest(split, count)
         return None
+
+
+def _can_make_it_there(kind: type) -> bool:
+    """Whether a transform makes its grids on the device that it is given."""
+    with suppress(ValueError):  # the class of a partial, for one, has no signature
+        return "device" in signature(kind).parameters and not issubclass(kind, _ON_CPU)
+    return False

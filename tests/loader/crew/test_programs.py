@@ -322,12 +322,17 @@ def test_what_is_made_on_the_cpu_for_a_gpu_is_told(make: Make, monkeypatch: pyte
     assert list(loader.stats().made) == ["RandAffined"]
 
 
-def test_a_partial_that_makes_tensors_on_the_cpu_may_be_measured(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python tells no signature of its class."""
+@pytest.mark.parametrize(
+    "transform",
+    [partial(with_ramp, key="image"), mt.RandGridDistortiond("image", prob=1.0, device="cpu")],
+    ids=["a partial, whose class has no signature", "MONAI's grid, which is made on the CPU with any device="],
+)
+def test_no_transform_is_advised_to_take_a_device_that_does_not_help(
+    make: Make, transform: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(emission, "ON_HOST", emission.ON_TARGET)
-    ramp = partial(with_ramp, key="image")
-    loader = load(make(mt.RandSpatialCropd(KEYS, (32, 32, 32)), ramp, mt.RandFlipd("image", 1.0)), stats=True)
-    assert len(list(loader)) > 0 and not loader.stats().made
+    loader = load(make(mt.RandSpatialCropd(KEYS, (32, 32, 32)), transform, mt.RandFlipd("image", 1.0)), stats=True)
+    assert list(loader) and not loader.stats().made
 
 
 def test_only_what_crops_touch_is_read(make: Make, tmp_path: Path, target: str) -> None:
