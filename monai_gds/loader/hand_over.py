@@ -120,13 +120,13 @@ class HandOver:
         return not self.stopped
 
     def keep_pace(self) -> None:
-        """Waits until the consumer takes another one of the batches that wait for it, if there are any.
+        """Waits a while until the consumer takes another one of the batches that wait for it, if there are any.
 
         Whoever does more after the last batch, a bit for each step, disturbs the training no more than before.
         """
-        waiting = len(self._parcels)
-        while waiting and len(self._parcels) == waiting:  # none when the loop is left
-            self._room.wait()
+        waiting, end = len(self._parcels), time.monotonic() + limits.STEP_SECONDS
+        while waiting and len(self._parcels) == waiting and (left := end - time.monotonic()) > 0:
+            self._room.wait(left)  # no batch waits when the loop is left
 
     def _let_begin(self) -> None:
         """Lets the consumer queue an epoch's first step, for a device that has nothing to do until then."""

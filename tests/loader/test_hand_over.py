@@ -92,7 +92,10 @@ def test_a_tensor_that_the_user_adds_to_metadata_goes_with_the_batch(hand_over: 
     assert added() is None
 
 
-def test_more_work_after_the_last_batch_is_done_bit_by_bit(hand_over: HandOver) -> None:
+def test_more_work_after_the_last_batch_is_done_bit_by_bit(
+    hand_over: HandOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STEP_SECONDS", 60)
     done: list[int] = []
 
     def loader() -> None:
@@ -126,11 +129,20 @@ def test_the_loader_rests_until_the_first_step_is_queued(hand_over: HandOver, mo
     second.join(10)
 
 
+def test_whoever_takes_no_more_does_not_keep_the_loader(hand_over: HandOver) -> None:
+    """Such as a loop of a given number of steps: the next one has the same workers."""
+    put(hand_over, 0)
+    loader = begun(hand_over.keep_pace)
+    loader.join(10)
+    assert not loader.is_alive()
+
+
 @pytest.mark.parametrize("work", [HandOver._let_begin, HandOver.keep_pace])
 def test_a_loop_that_is_left_wakes_the_loader(
     hand_over: HandOver, work: Callable[[HandOver], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FIRST_STEP_SECONDS", 60)
+    monkeypatch.setattr(limits, "STEP_SECONDS", 60)
     put(hand_over, 0)
     loader = begun(lambda: work(hand_over))
     hand_over.stop()
