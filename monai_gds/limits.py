@@ -280,8 +280,8 @@ BATCHES_WAITING = 2
 #: Seconds that the loader's thread waits at most while the training queues the first step of an epoch on a GPU.
 FIRST_STEP_SECONDS = 0.04
 
-#: Seconds that it waits at most for each of the last steps of an epoch with what it makes of the next one. A loop that is
-#: left with batches before it keeps the workers so long, and longer steps have room for that work.
+#: Seconds that it waits at most for each of the last steps of an epoch, with what it makes of the next one. A loop that
+#: takes no more keeps the workers as long, and longer steps have room for that work.
 STEP_SECONDS = 0.25
 
 #: Batches whose metadata is kept after the consumer took them, if the loader's thread is never at rest.
