@@ -243,6 +243,8 @@ def _produce(
                 del batch  # the consumer alone keeps it
             for _ in ahead.next_epoch():
                 hand_over.keep_pace()
+                if hand_over.stopped:  # whoever begins another loop waits for this thread
+                    break
         end_all(loops)  # before the consumer knows, who may begin another
         if not hand_over.stopped:
             ahead.end()
