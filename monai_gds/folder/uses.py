@@ -8,7 +8,7 @@ A line is one of
     ["read", seconds, digests, dataset]     it has read these records, 32 hex digits each, for the first time
     ["end", seconds, "", dataset]           it uses nothing any more
 
-where ``dataset`` is a number within the process, 0 if it is missing.
+where ``dataset`` is a number within the process.
 
 Records themselves are left alone: their times are part of their identity. A hit writes nothing. A record is noted when
 its head is first read, and the note is written with others, about once a second. From then on the record counts as used
@@ -250,7 +250,7 @@ def _entries(texts: Iterable[bytes]) -> Iterator[tuple[str, float, str, int]]:
 
 def _entry(found: Any) -> tuple[str, float, str, int]:
     """Parses an entry strictly: anyone who may write to the folder may have written it."""
-    kind, seconds, what, number = found if len(found) == 4 else [*found, 0]
+    kind, seconds, what, number = found
     is_time = type(seconds) in (int, float) and math.isfinite(seconds)
     if not is_time or type(what) is not str or type(number) is not int:
         raise TypeError("not an entry of this version")

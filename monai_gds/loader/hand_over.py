@@ -114,7 +114,7 @@ class HandOver:
         if self.stopped:  # perhaps just now, by a thread that found nothing to drop
             self._parcels.clear()
         self._news.ring()
-        if made is not None and self._first:
+        if self.stream is not None and self._first:
             self._first = False
             self._let_begin()
         return not self.stopped

@@ -22,7 +22,7 @@ _AHEAD, _BEHIND = "waiting for the training", "waiting for workers"
 #: Training that waits for a smaller share of an epoch gains nothing from a faster loader.
 _LITTLE = 0.05
 
-#: Whoever reads a larger share of his records reads all but their heads.
+#: A larger share of the records' bytes is all of them but their heads.
 _ALL = 0.95
 
 #: More workers than that hardly make a training faster.

@@ -306,7 +306,7 @@ def age(folder: Path, days: dict[str, float]) -> dict[str, Path]:
 def test_prune_deletes_what_is_old_unused_or_too_much(cache: Path, options: list[str], left: int, reason: str) -> None:
     age(cache, {PIPELINES[0]: 40, PIPELINES[1]: 30, "dead0123": 0.1})
     read = [
-        json.dumps(["read", time.time() - 86400 - 9, record["name"][:32]]).encode()
+        json.dumps(["read", time.time() - 86400 - 9, record["name"][:32], 0]).encode()
         for record in document("ls", cache)["records"]
         if record["pipeline"] == PIPELINES[0]
     ]

@@ -29,11 +29,14 @@ def files(folder: Path) -> list[Path]:
 
 
 def put(folder: Path, *lines: Any, process: str = "unknown.7.7", n: int = 0, age: float = 0.0) -> Path:
-    """A file of notes of another process, the last of them written some seconds ago."""
+    """A file of notes of one dataset of another process, the last of them written some seconds ago."""
     (folder / FOLDER).mkdir(exist_ok=True)
     path = folder / FOLDER / f"{process}.{n}.uses"
     path.write_bytes(
-        b"".join(entry if isinstance(entry, bytes) else line(json.dumps(entry).encode()) for entry in lines)
+        b"".join(
+            entry if isinstance(entry, bytes) else line(json.dumps([*entry, 0] if len(entry) == 3 else entry).encode())
+            for entry in lines
+        )
     )
     os.utime(path, (time.time() - age,) * 2)
     return path

@@ -115,6 +115,35 @@ def test_more_work_after_the_last_batch_is_done_bit_by_bit(
     assert len(done) == 4
 
 
+class SimulatedStream:
+    """Does for a stream of CUDA where nothing is computed."""
+
+    def record_event(self) -> object:
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        assert event is not None
+
+
+def test_the_loader_rests_after_the_first_batch_of_a_simulated_gpu(
+    hand_over: HandOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And after no other one: a step that syncs would hold it up."""
+    monkeypatch.setattr(limits, "FIRST_STEP_SECONDS", 60)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimulatedStream())
+    hand_over.stream = SimulatedStream()  # type: ignore[assignment]
+    loader = begun(lambda: put(hand_over, 0))
+    hand_over.take()
+    loader.join(0.05)
+    assert loader.is_alive()
+    consumer = begun(hand_over.take)
+    loader.join(10)
+    assert not loader.is_alive()
+    put(hand_over, 1)  # at once
+    consumer.join(10)
+    put(hand_over, 2)
+
+
 def test_the_loader_rests_until_the_first_step_is_queued(hand_over: HandOver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FIRST_STEP_SECONDS", 60)
     put(hand_over, 0)

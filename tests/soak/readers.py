@@ -298,7 +298,7 @@ def _seed(parts: Parts) -> bytes:
 def _note_seeds() -> list[bytes]:
     tensors = '[["image","float32",[1,2]]]'
     fact = ["record", "0" * 32, "item", "00000000", 4096, 1, tensors, {"/x": [1, "stat:1"]}, "lz4 32"]
-    uses = [["open", 1.5, "00"], ["read", 2, "0" * 64], ["end", 3, ""]]
+    uses = [["open", 1.5, "00", 0], ["read", 2, "0" * 64, 0], ["end", 3, "", 0]]
     return [*(json.dumps(one).encode() for one in (fact, *uses, {"transforms[0] A": "code 1"})), bytes(range(96))]
 
 
