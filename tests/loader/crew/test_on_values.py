@@ -107,6 +107,13 @@ def make(tmp_path: Path) -> Make:
     return make_dataset
 
 
+def batches_of(dataset: GDSDataset, **settings: Any) -> list[Any]:
+    """The batches of an epoch without workers; all records are in the cache afterwards."""
+    batches = list(GDSDataLoader(dataset, **settings))
+    dataset.flush()  # or workers that are started at once compute what is still being written
+    return batches
+
+
 def load(dataset: Any, num_workers: int = 1, **settings: Any) -> GDSDataLoader:
     """A loader with workers, which are forked."""
     settings = {"multiprocessing_context": "fork", **settings}
@@ -252,7 +259,7 @@ def test_items_come_in_the_order_of_monais_loader(make: Make) -> None:
     ids=str,
 )
 def test_without_random_transforms_batches_are_those_of_this_process(make: Make, settings: dict[str, Any]) -> None:
-    expected = list(GDSDataLoader(make(), **settings))
+    expected = batches_of(make(), **settings)
     assert_same(list(load(make(), 2, **settings)), expected)
 
 
@@ -282,7 +289,7 @@ def test_misses_are_computed_and_saved_by_workers(make: Make) -> None:
 
 def test_the_users_transforms_invert_what_workers_did(make: Make) -> None:
     dataset = make(mt.RandFlipd("image", prob=1.0, spatial_axis=1))
-    plain = [batch["image"] for batch in GDSDataLoader(make())]
+    plain = [batch["image"] for batch in batches_of(make())]
     for batch, expected in zip(load(dataset), plain, strict=True):
         item = mt.Decollated()(batch)[0]
         assert torch.equal(dataset.transform.inverse(item)["image"].as_tensor(), expected[0].as_tensor())
@@ -326,7 +333,7 @@ class Slow(mt.RandomizableTransform):  # type: ignore[misc]
 def test_batches_that_are_kept_are_not_overwritten(make: Make) -> None:
     loader = load(make(), 2, batch_size=2)
     kept = [batch for _ in range(4) for batch in loader]
-    expected = list(GDSDataLoader(make(), batch_size=2))
+    expected = batches_of(make(), batch_size=2)
     assert_same(kept, [copy.deepcopy(batch) for _ in range(4) for batch in expected])
     for batch in kept[:4]:
         batch["image"].fill_(-1)
@@ -345,7 +352,7 @@ def test_memory_is_used_again(make: Make) -> None:
 @pytest.mark.parametrize("batches", [0.5, 3])
 def test_a_batch_that_finds_no_room_is_pickled(make: Make, batches: float) -> None:
     data = list(range(COUNT)) * 3
-    expected = list(GDSDataLoader(make(data=data)))
+    expected = batches_of(make(data=data))
     nbytes = expected[0]["image"].nbytes + expected[0]["label"].nbytes + 80 * 80 * 8
     with pytest.warns(CacheWarning, match=r"do not all fit .* prefetch_bytes=1\.\de\+06 has room") as told:
         assert_same(list(load(make(data=data), 2, prefetch_bytes=batches * nbytes)), expected)
@@ -366,7 +373,7 @@ def test_a_batch_that_fits_is_not_pickled(make: Make, monkeypatch: pytest.Monkey
 def test_a_batch_for_which_the_system_has_no_shared_memory_is_pickled(
     make: Make, monkeypatch: pytest.MonkeyPatch, module: Any, call: str, where: str
 ) -> None:
-    expected = list(GDSDataLoader(make(), batch_size=2))
+    expected = batches_of(make(), batch_size=2)
     before, here, real = descriptors(), os.getpid(), getattr(module, call)
 
     def refused(*args: Any, **more: Any) -> Any:
