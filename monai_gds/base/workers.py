@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
@@ -23,13 +23,13 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import end_with_parent, print_past_bars, undisturbed
-from monai_gds.errors import WorkerDied
+from monai_gds.errors import WorkerDied, shorten
 
 _log = logging.getLogger("monai_gds")
 
@@ -142,10 +142,13 @@ class Workers(Generic[T]):
         error = BrokenProcessPool() if inner.cancelled() else inner.exception()
         if isinstance(error, BrokenProcessPool) and self._closed and not self.broken:
             outer.set_exception(WorkerDied(f"the workers were closed before they had done {argument!r}"))
-        elif error is None:
-            outer.set_result(inner.result())
-        else:
+        elif error is not None:
             outer.set_exception(self._died(error) if isinstance(error, BrokenProcessPool) else error)
+        elif isinstance(found := inner.result(), _Raised):
+            found.error.__cause__ = _RemoteTraceback(f"\n{found.frames.rstrip()}") if found.frames else None
+            outer.set_exception(found.error)
+        else:
+            outer.set_result(found)
 
     def _died(self, error: BaseException) -> WorkerDied:
         self.broken = True
@@ -315,15 +318,21 @@ def _problem_of_this_worker() -> str:
     return _problem
 
 
+class _Raised(NamedTuple):
+    """What the function raised, and the traceback as far as the error itself does not tell it."""
+
+    error: Exception
+    frames: str
+
+
 def _run(argument: Any) -> Any:
     try:
         return _work(argument)
     except Exception as e:
-        error = _portable(e)
-    try:  # outside the handler: Dask has pickle take an error's context along, which may be what pickle cannot preserve
-        raise error
-    finally:
-        del error  # its traceback holds this frame
+        shorten(e)
+        told, portable = e if e.__traceback__ else e.__cause__, _portable(e)
+        frames = "".join(traceback.format_exception(told)) if told is not None and portable is e else ""
+        return _Raised(portable.with_traceback(None), frames)
 
 
 def _portable(error: Exception) -> Exception:
