@@ -145,7 +145,8 @@ class Workers(Generic[T]):
         elif error is not None:
             outer.set_exception(self._died(error) if isinstance(error, BrokenProcessPool) else error)
         elif isinstance(found := inner.result(), _Raised):
-            found.error.__cause__ = _RemoteTraceback(f"\n{found.frames.rstrip()}") if found.frames else None
+            remote = _RemoteTraceback(f"\n{found.frames.rstrip()}")  # type: ignore[arg-type] # it takes text
+            found.error.__cause__ = remote if found.frames else None
             outer.set_exception(found.error)
         else:
             outer.set_result(found)
