@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from monai.transforms import (
     Spacingd,
 )
 
-from monai_gds.base import cores
 from monai_gds.base.console import progress, say, show, stdout
 from monai_gds.bench.comparison import (
     META,
@@ -29,6 +27,7 @@ from monai_gds.bench.comparison import (
     OURS_LOADER,
     Comparison,
     Competitor,
+    busy,
     compare,
 )
 from monai_gds.bench.report import Report, Row, differ
@@ -97,9 +96,8 @@ def run(
     competitors = {**peers, OURS: Competitor(ours), OURS_LOADER: Competitor(ours, GDSDataLoader)}
     with ours(items, Compose(deterministic()), cache / "0", target) as half:
         say(f"target {target}, backend {half.backend} ({half.backend_reason})")
-    usable, load = cores.usable(), os.getloadavg()[0]
-    if load > usable / 2:
-        say(f"This machine is busy (load {load:.1f} on {usable} cores), which hides differences, and may invent some.")
+    if warning := busy():
+        say(warning)
     reports = []
     with progress(stdout) as bars:
         for number, (what, transform) in enumerate(pipelines(size).items()):
