@@ -138,7 +138,7 @@ class TestBlocksToCudaBuffers(OnADisk, CudaBackendContract, WriteContract):
                 pending.wait()
             assert [bytes_of(t) for t in pending.tensors[:10]] == [content(5000, i) for i in range(10)]
 
-    def test_a_full_disk_is_an_error_and_no_more(self, storage: Storage, folder: Path) -> None:
+    def test_a_full_disk_is_an_error_that_breaks_nothing_else(self, storage: Storage, folder: Path) -> None:
         with small_disk(folder) as other, pytest.raises(OSError, match=r"big\.bin") as caught:
             storage.write(str(other / "big.bin"), [b"head", self.dest(storage, 32 << 20)])
         assert caught.value.errno == errno.ENOSPC
