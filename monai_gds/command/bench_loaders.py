@@ -107,7 +107,7 @@ def loaders(
             options["blockmap"] = BlockMap.load(bmap, parent=folder.absolute().parent if folder.is_dir() else None)
         settings = bench.LoaderSettings(
             folder, packed or temporary / "packed", target, batchsize, batches, threads=counts, repeats=repeats,
-            options=options, shard=temporary / "images.tar",
+            options=options,
         )  # fmt: skip
         images, in_files = bench.list_images(folder), folder.is_dir()
         bench.warm(folder)

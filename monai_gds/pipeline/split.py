@@ -116,8 +116,7 @@ class Split:
                     return self.copied()
                 memo[id(part)] = part
                 if isinstance(part, (Transform, RandomizableTrait)):
-                    what = f"{name_of(part)} cannot be copied, so loops that run at the same time share it: {e}"
-                    warn(what)
+                    warn(f"{name_of(part)} cannot be copied, so loops that run at the same time share it: {e}")
         mine = copy(self)
         mine.compose, mine.rest = deepcopy((self.compose, self.rest), memo)
         for part in found:
