@@ -25,8 +25,7 @@ DatadirOption = Annotated[
 BatchOption = Annotated[int, typer.Option(min=1, help="Images in a batch.")]
 _MakeOption = Annotated[int | None, typer.Option(min=1, help="First make this many JPEGs of ImageNet's size.")]
 _PackedOption = Annotated[
-    Path | None,
-    typer.Option(help="The same images, packed; made where missing. Default: a temporary folder."),
+    Path | None, typer.Option(help="The same images, packed; made where missing. Default: a temporary folder.")
 ]
 _ReaderOption = Annotated[list[str] | None, typer.Option(help="Only this reader; may be repeated. Default: all.")]
 _BatchesOption = Annotated[

@@ -25,15 +25,7 @@ from monai_gds import limits
 from monai_gds.base.file_systems import opened
 from monai_gds.base.notices import Notice
 from monai_gds.errors import HashingError, warn
-from monai_gds.keys.folder_listing import (
-    FILE,
-    FOLDER,
-    NAMES,
-    UNREADABLE,
-    FolderEntry,
-    digest_of_folder,
-    list_folder,
-)
+from monai_gds.keys.folder_listing import FILE, FOLDER, NAMES, UNREADABLE, FolderEntry, digest_of_folder, list_folder
 from monai_gds.keys.source_memo import Ages, SourceMemo
 from monai_gds.keys.source_names import absolute
 
