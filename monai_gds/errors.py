@@ -357,7 +357,9 @@ class CacheWarning(UserWarning):
 
 
 #: Packages whose code lies between a user's line and a warning of ours.
-_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer"})
+_BETWEEN = frozenset(
+    {"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer", "typing"}
+)
 
 
 def warn(message: str, kind: type[Warning] = CacheWarning) -> None:

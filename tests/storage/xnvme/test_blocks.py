@@ -964,8 +964,9 @@ class TestUserSpace:
         with pytest.warns(UserWarning, match="the block map has no checksums.*--checksums"):
             opened(**drive, blockmap=BlockMap.build(disk.folder / "set"))
         BlockMap.build(disk.folder / "set").plain().save(tmp_path / "plain.json")
-        with pytest.warns(UserWarning, match="a plain block map holds neither.*--checksums"):
+        with pytest.warns(UserWarning, match="a plain block map holds neither.*--checksums") as said:
             storage = open_storage("xnvme-block", "cpu", **drive, blockmap=tmp_path / "plain.json")
+        assert said[0].filename == __file__
         with closing(storage), _unmounted(disk):
             (data,) = storage.load(Reads.of("set/file.bin", [(0, 3_000_320)])).wait()  # all of its blocks
             assert bytes_of(data) == content(3_000_000) + bytes(320)
