@@ -357,16 +357,18 @@ class CacheWarning(UserWarning):
         return printable(super().__str__())
 
 
-#: Packages whose code lies between a user's line and a warning or an error of an item.
-_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer"})
+#: Packages whose code lies between a user's line and a warning or an error of ours.
+_BETWEEN = frozenset(
+    {"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer", "typing"}
+)
 
 
-def warn(message: str) -> None:
-    """Gives a CacheWarning at the line of the user's that led here; in a thread of ours there is none."""
+def warn(message: str, kind: type[Warning] = CacheWarning) -> None:
+    """Gives a warning at the line of the user's that led here; in a thread of ours there is none."""
     frame, level = sys._getframe(1), 2
     while frame is not None and _is_between(frame):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(message, CacheWarning, stacklevel=level)
+    warnings.warn(message, kind, stacklevel=level)
 
 
 def shorten(error: BaseException) -> None:
@@ -385,11 +387,9 @@ def _of_the_user(frames: TracebackType | None) -> TracebackType | None:
     if frames is None:
         return None
     rest = _of_the_user(frames.tb_next)
-    return (
-        rest
-        if _is_between(frames.tb_frame)
-        else TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
-    )
+    if _is_between(frames.tb_frame):
+        return rest
+    return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
 
 
 def _is_between(frame: FrameType) -> bool:
