@@ -208,11 +208,8 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device is not None and device.type == "meta":
             if device.index is not None or ghosts or not self.on_host:
                 return device.index or ON_TARGET
-            # torch makes it for the function's arguments, and meta has one device for all
-            kinds = {self.kind_of(tensor) for tensor in _tensors(self.called, {}) if tensor.is_meta}
-            if len(kinds) != 1:
-                self.refuse("it makes a tensor on a device that is not clear")
-            return kinds.pop()
+            # torch makes it where the first tensor that the function was given is, and meta has one device for all
+            return self.kind_of(next(tensor for tensor in _tensors(self.called, {}) if tensor.is_meta))
         if device is not None or not ghosts:
             return self.host
         return self.kind_of(max(ghosts, key=lambda tensor: tensor.dim() > 0))
