@@ -284,9 +284,12 @@ class Programmed:
         if program is None or values is None:
             return None
         stages.enter("random transforms", "replay")
-        for step, nbytes in program.made if stages.watching() else ():
-            if _can_make_it_there(kind := type(self._split.steps()[step])):
-                stages.count(stages.MADE + kind.__name__, nbytes)
+        kinds = [type(step) for step in self._split.steps()] if stages.watching() else []
+        for step, count in program.counts if kinds else ():
+            stages.count(stages.STEPS + kinds[step].__name__, count)
+        for step, nbytes in program.made if kinds else ():
+            if _can_make_it_there(kinds[step]):
+                stages.count(stages.MADE + kinds[step].__name__, nbytes)
         try:
             return replay(program, values, self._session.target())
         except GuardFailed as e:

@@ -314,6 +314,14 @@ def test_comparisons_have_a_row_of_their_own(make: Make) -> None:
     assert {"comparing", "replay", "recording"} < loader.stats().random_transforms.keys()
 
 
+def test_the_steps_of_each_transform_are_told(make: Make) -> None:
+    transforms = [mt.RandSpatialCropd(KEYS, (32, 32, 32)), mt.RandFlipd(KEYS, 1.0), InNumpy()]
+    loader = load(make(*transforms), 1, stats=True)
+    list(loader)
+    assert loader.stats().steps == {"RandFlipd": 2 * COUNT}, "a crop is a view, and NumPy's steps are in no program"
+    assert " 2.0 steps per item" in next(line for line in str(loader.stats()).splitlines() if "RandFlipd" in line)
+
+
 def test_what_is_made_on_the_cpu_for_a_gpu_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emission, "ON_HOST", emission.ON_TARGET)  # as if what is made here were for a GPU
     affine = mt.RandAffined("image", prob=1.0, rotate_range=(0.3, 0.2, 0.1))
