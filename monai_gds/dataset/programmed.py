@@ -31,6 +31,7 @@ from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.program import Asked, Program, tensors_in
 from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal, record_item
+from monai_gds.programs.recording import without_dynamo
 from monai_gds.programs.replay import GuardFailed, answered, replay
 from monai_gds.programs.trust import Made, Trust
 from monai_gds.records.pending import PendingItem, Volumes
@@ -106,6 +107,7 @@ def draw(
     if lazy is None:
         return Answer(saved)
     split = session.split()
+    without_dynamo()
     seed_everything(split.steps(), *seed)
     stages.enter("random transforms", "recording")
     drew: set[int] = set()

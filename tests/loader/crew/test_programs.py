@@ -693,6 +693,27 @@ def crew_of_loop(loop: Any) -> Crew:
     return programs._crew
 
 
+SCALED = """
+import sys, torch
+import monai.transforms as mt
+from monai_gds import GDSDataLoader, GDSDataset
+
+def tells(data):
+    return {**data, "compiler": "torch._dynamo" in sys.modules}
+
+random = [mt.RandScaleIntensityd("image", 0.1, prob=1.0), mt.RandGaussianSmoothd("image", prob=1.0), tells]
+items = [{"image": torch.rand(1, 8, 8, 8)} for _ in range(2)]
+dataset = GDSDataset(items, mt.Compose([mt.EnsureTyped("image"), *random]), sys.argv[1], "cpu")
+print([batch["compiler"].tolist() for batch in GDSDataLoader(dataset, 1, programs="check")])
+assert not dataset.session.runtime.on_values
+"""
+
+
+def test_workers_record_without_torchs_compiler(tmp_path: Path) -> None:
+    """In an interpreter of its own. To import it would take each worker half a second, before the first batch."""
+    assert printed_by(SCALED, str(tmp_path / "cache")) == "[[False], [False]]"
+
+
 EPOCHS = """
 import gc, sys
 import tests.loader.crew.test_programs as t
