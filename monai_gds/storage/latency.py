@@ -16,6 +16,13 @@ SLOW = 0.5e-3
 #: A thread that reads a file releases the interpreter's lock about this often.
 _RELEASES = 4
 
+#: How many reads decide.
+_LAST = 5
+
+#: Of how many slow reads one is noted while all of the last ones were slow: finding out how long it waited for the lock
+#: makes it wait once more.
+_ALIKE = 8
+
 #: How many groups of reads that were done at once there are to one whose first read is timed.
 _GROUPS = 16
 
@@ -26,7 +33,7 @@ class Latency:
     def __init__(self) -> None:
         self.is_long = False  # whether threads mostly wait: a median decides, not a single read that was held up
         self._last: tuple[float, ...] = ()  # seconds
-        self._groups = count()
+        self._groups, self._alike = count(), count(1)
 
     @property
     def is_unknown(self) -> bool:
@@ -36,10 +43,12 @@ class Latency:
     def note(self, seconds: float) -> None:
         """Notes how long a read took. Waits for the interpreter's lock, behind a busy training loop, do not count."""
         if seconds >= SLOW:
+            if len(self._last) == _LAST and min(self._last) >= SLOW and next(self._alike) % _ALIKE:
+                return
             begin = time.perf_counter()
             time.sleep(0)  # releases the lock and takes it again
             seconds -= _RELEASES * (time.perf_counter() - begin)
-        last = self._last = (*self._last[-4:], seconds)
+        last = self._last = (*self._last[1 - _LAST :], seconds)
         self.is_long = sorted(last)[(len(last) - 1) // 2] >= SLOW
 
     def is_due(self) -> bool:

@@ -218,6 +218,13 @@ def test_images_of_one_size_are_one_tensor(folder: Path) -> None:
         assert batch["image"].dtype == torch.float32
 
 
+def test_an_evaluation_sees_the_same_middle_of_an_image_in_every_epoch(folder: Path) -> None:
+    ours = dataset(folder, crop=(24, 32), training=False)
+    first, second = samples(ours), samples(ours)
+    assert first == second
+    assert {shape for _, shape, _ in first} == {(24, 32, 3)}
+
+
 @pytest.mark.parametrize("kind", [tuple, list])  # a config has lists
 def test_normalisation_is_what_it_says(folder: Path, kind: Callable[[Any], Any]) -> None:
     plain = next(iter(dataset(folder, 1)))["image"][0].float()

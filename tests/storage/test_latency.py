@@ -5,6 +5,7 @@ The slow file system counts, so that nothing here depends on how fast this machi
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,9 @@ from monai_gds.imagenet.readers import FileReader
 from monai_gds.imagenet.source import open_images
 from monai_gds.storage import FileId, Pending, Reads, latency
 from monai_gds.storage.latency import SLOW, Latency
-from monai_gds.storage.plain import posix
+from monai_gds.storage.plain import posix, uring
+from monai_gds.storage.plain.small_files import read_small_files
+from monai_gds.storage.plain.uring import Ring
 from monai_gds.testing.tools import assert_each, content
 from tools.slow_disk import NoSlowDisk, SlowDisk, slow_disk
 
@@ -43,6 +46,14 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowDisk]:
         except NoSlowDisk as e:
             pytest.skip(str(e))
         yield mounted
+
+
+@pytest.fixture
+def ring() -> Ring:
+    try:
+        return Ring()
+    except OSError as e:
+        pytest.skip(f"this machine's kernel gives no io_uring that chains commands: {e}")
 
 
 @pytest.fixture(scope="module", params=[3000, 110_000])
@@ -97,6 +108,24 @@ def test_whether_a_file_was_replaced_takes_no_request(disk: SlowDisk, files: Seq
         assert disk.asked <= 1, "some files are read one by one, to see how long that takes"
         os.utime(files[5], ns=(1, 1))
         assert list(storage.load(reads).errors) == [5]
+
+
+def test_a_ring_that_the_kernel_refuses_is_done_with_the_memory_when_it_returns(
+    disk: SlowDisk, files: Sequence[str], ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel had taken the commands, and is still opening the files. Their memory may be another's a moment later."""
+    call, reads = uring._call, whole(files[:5])
+    into = torch.zeros(int(reads.sizes[0]), dtype=torch.uint8)
+
+    def refused(number: int, *arguments: object) -> int:
+        call(number, *arguments[:2], 0, *arguments[3:])
+        raise OSError(errno.EBADF, "refused")
+
+    disk.set_delay(DELAY)
+    with monkeypatch.context() as patch:
+        patch.setattr(uring, "_call", refused)
+        assert read_small_files(ring, reads, [into], at_once=True).tolist() == [*range(5)], "plain calls do it"
+    assert_each(reads.parts([into]), contents(files[:5]))
 
 
 def test_reads_of_one_file_each_are_opened_at_once(disk: SlowDisk, files: Sequence[str]) -> None:
