@@ -374,11 +374,12 @@ def warn(message: str, kind: type[Warning] = CacheWarning) -> None:
 def shorten(error: BaseException) -> None:
     """Leaves an error only the frames of the user's code, if its message or cause says what the others would.
 
-    The cause of MONAI's error of a transform has the frames of that transform.
+    The cause of MONAI's error of a transform has the frames of that transform. That of a BrokenItem is a user's loader.
     """
-    if isinstance(error, (BrokenItem, NotSaved, PopulateError)):
+    of_transform = error.__cause__ is not None and str(error).startswith("applying transform ")
+    if isinstance(error, (NotSaved, PopulateError)):
         error.__cause__ = None
-    elif error.__cause__ is None or not str(error).startswith("applying transform "):
+    elif not (of_transform or isinstance(error, BrokenItem)):
         return
     error.__traceback__ = _of_the_user(error.__traceback__)
 

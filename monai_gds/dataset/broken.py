@@ -14,6 +14,7 @@ import torch
 from monai.data import PersistentDataset
 
 from monai_gds.errors import BrokenItem, CacheWarning, FailedItem, causes
+from monai_gds.keys.libraries import library_of
 from monai_gds.pipeline.words import in_words, path_of, paths_of
 from monai_gds.shared.notes import FOLDER
 
@@ -53,6 +54,20 @@ def unreadable(error: Exception, item: Any) -> BrokenItem | None:
     *_, cause = causes(cause)
     why = " ".join(str(cause).split())
     return BrokenItem(f"{path}: {loads[1]} cannot load it: {type(cause).__name__}: {why[:_WORDS]}")
+
+
+def of_own_code(error: BaseException) -> BaseException | None:
+    """The first cause, if code of the user's own led to it, such as a loader. Else its message says as much.
+
+    The frames of MONAI, of the library that loads, and of this package take more than a screen.
+    """
+    *_, cause = causes(error)
+    step = cause.__traceback__
+    while step is not None:
+        if library_of(step.tb_frame.f_globals.get("__name__")) is None:
+            return cause
+        step = step.tb_next
+    return None
 
 
 def _path_at(cause: BaseException, item: Any) -> str | None:

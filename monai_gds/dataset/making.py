@@ -18,7 +18,7 @@ import torch
 
 from monai_gds.base import stages
 from monai_gds.base.notices import Notice
-from monai_gds.dataset.broken import unreadable
+from monai_gds.dataset.broken import of_own_code, unreadable
 from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.repeats import Repeats
 from monai_gds.errors import FileChanged, NotSaved, UnsupportedType, warn
@@ -168,7 +168,7 @@ class Maker(NamedTuple):
             except RuntimeError as e:
                 if (broken := unreadable(e, item)) is None:
                     raise
-                raise broken from None  # 60 lines of the library that loads, and 60 of ours
+                raise broken from of_own_code(e)
             stages.enter("encoding")
             try:
                 encoded, storable = encode_item(computed, root=self.form.root, given=given), True

@@ -216,7 +216,7 @@ class BlockingBackend(Backend):
         pending = Pending(list(into), self.device, len(reads.paths))
         small = self.device.type == "cpu" and reads.total <= limits.INLINE_BYTES
         work: Work[Any]
-        if small and len(reads) == len(reads.paths) == 1:
+        if small and len(reads) == len(reads.paths) == 1 and reads.total <= self.piece_bytes:
             work = Work([reads], partial(self._read_one, into, pending), pending.finish)
         else:
             work = self._work(reads, into, pending)

@@ -280,6 +280,24 @@ def test_a_corrupt_volume_is_named_first_on_one_screen(cut: GDSDataset, way: Cal
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
 
 
+class LoadOwn(Transform):  # type: ignore[misc]  # MONAI is untyped
+    """A loader of the user's."""
+
+    def __call__(self, data: Any) -> Any:
+        return data["no such entry"]
+
+
+@pytest.mark.parametrize("way", [lambda d: d[1], *(lambda d, n=n: list(GDSDataLoader(d, n)) for n in (0, 1))])
+def test_an_error_in_a_loader_of_the_users_shows_its_line(
+    cut: GDSDataset, tmp_path: Path, way: Callable[[GDSDataset], Any]
+) -> None:
+    dataset = GDSDataset(cut.data, Compose([LoadOwn()]), tmp_path / "own", "cpu")
+    with pytest.raises(BrokenItem, match="LoadOwn cannot load it: KeyError: 'no such entry'") as caught:
+        way(dataset)
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'return data["no such entry"]' in text and len(text.splitlines()) < 40
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_populate_names_a_corrupt_volume_on_one_screen(cut: GDSDataset, workers: int) -> None:
     with pytest.raises(PopulateError, match=r"b\.nii\.gz: LoadImaged cannot load it: EOFError") as caught:

@@ -318,3 +318,14 @@ def test_work_counts_its_groups_and_ends_once() -> None:
         thread.join()
     work.run()
     assert (sorted(done), over) == (list(range(500)), [500])
+
+
+def test_a_small_read_takes_no_larger_pieces_than_the_backend_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file.bin").write_bytes(data := content(300_000))
+    monkeypatch.setattr(Recording, "piece_bytes", 64 << 10)
+    recording = Recording()
+    with contextlib.closing(Storage(recording)) as storage:
+        assert bytes_of(storage.load(Reads.of(str(tmp_path / "file.bin"), [(0, len(data))])).wait()[0]) == data
+    assert recording.pieces == 5
