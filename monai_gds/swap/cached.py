@@ -187,7 +187,7 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         plain: Any = self
         plain.__class__ = type(self).__mro__[2]
         del plain._records
-        vars(plain).pop("_cache")  # first, so that the new items have room
+        vars(plain).pop("_cache", None)  # first, so that the new items have room
         plain.set_data(data)
 
     def _load_cache_item(self, index: int) -> Any:
@@ -203,7 +203,7 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         return [self[index] for index in indices]
 
     def __str__(self) -> str:
-        held = f"{len(self._cache)} items, on the GPU that their transforms move them to"
+        held = f"{len(self._cache or ())} items, on the GPU that their transforms move them to"
         return f"{self._records}\n  in memory:  {held}"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:

@@ -119,6 +119,7 @@ class Moves(Transform):  # type: ignore[misc]
         self.device = torch.device("cuda:0")
 
     def __call__(self, data: Any) -> Any:
+        assert "moved" not in data
         return {**data, "moved": True}
 
 
@@ -222,6 +223,17 @@ def test_set_data_keeps_items_on_a_gpu_as_the_dataset_is_now(items: list[dict[st
     assert_same(epoch(ours), epoch(theirs))
     assert all(map(ours.is_cached, range(4)))
     assert len(copied) == len(copied._cache) == 4 and all(map(copied.is_cached, range(4)))
+
+
+def test_data_whose_move_fails_leave_no_items_of_others(items: list[dict[str, Any]], patched: Any) -> None:
+    ours = monai.data.CacheDataset(items, moving(), progress=False)
+    with pytest.raises(RuntimeError, match="applying transform"):
+        ours.set_data([{**items[0], "moved": 1}])
+    with pytest.raises(RuntimeError, match="set_data"):
+        _ = ours[0]
+    assert "in memory:  0 items" in str(ours)
+    ours.set_data(items[:1])
+    assert_same(epoch(ours), epoch(Theirs(items[:1], moving(), progress=False)))
 
 
 def test_what_is_made_of_items_on_a_gpu_has_all_their_transforms(items: list[dict[str, Any]], patched: Any) -> None:
