@@ -177,6 +177,9 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     _cache: Any = None
     _records: Cached
 
+    def __init_subclass__(cls) -> None:
+        """Keeps from a user's class that it has a subclass, which is made for an object of it."""
+
     @property
     def session(self) -> Session:
         """What there is to ask about the records."""

@@ -177,6 +177,8 @@ def test_items_on_a_gpu_follow_set_data_and_are_pickled(items: list[dict[str, An
 
 def test_a_subclass_whose_items_are_on_a_gpu(items: list[dict[str, Any]], patched: Any) -> None:
     class Paired(monai.data.CacheDataset):  # type: ignore[misc]
+        def __init_subclass__(cls, of: str) -> None: ...
+
         def pairs(self) -> int:
             return len(self) // 2
 
