@@ -330,9 +330,10 @@ def _run(argument: Any) -> Any:
         return _work(argument)
     except Exception as e:
         shorten(e)
-        told, portable = e if e.__traceback__ else e.__cause__, _portable(e)
-        frames = "".join(traceback.format_exception(told)) if told is not None and portable is e else ""
-        return _Raised(portable.with_traceback(None), frames)
+        portable, frames = _portable(e), ""
+        if portable is e and (told := e if e.__traceback__ else e.__cause__) is not None:
+            frames = "".join(traceback.format_exception(told))
+        return _Raised(portable.with_traceback(None), frames)  # or this frame would hold the error, and it this frame
 
 
 def _portable(error: Exception) -> Exception:

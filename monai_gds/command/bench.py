@@ -61,11 +61,11 @@ def dataset(
     from monai_gds.bench.own_pipeline import beside_others
     from monai_gds.bench.report import emit, machine
 
-    if warning := busy():
-        say(warning, stderr)
-    drive = cache_dir or own.cache_dir
+    drive, warning = cache_dir or own.cache_dir, busy()  # now: these epochs are work, too
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=drive) as folder, progress() as bars:
         report = beside_others(own, Path(folder), items, batch_size, repeats, cold, bars)
+    if warning:
+        say(warning, stderr)
     emit([report], as_json=as_json, about={**machine(own.device), "batch size": batch_size})
 
 

@@ -120,7 +120,7 @@ def is_dataset(data: Any) -> bool:
 
 def is_plain(dataset: Any) -> bool:
     """Whether a dataset of ours makes items as GDSDataset does."""
-    home = ("monai_gds.", "monai.")
+    home = ("monai_gds.dataset.", "monai.")  # not what keeps items in memory
     return all(getattr(type(dataset), name).__module__.startswith(home) for name in (*_OF_OURS, "_pre_transform"))
 
 

@@ -44,7 +44,7 @@ class Split:
         self.compose, self.inner = compose, tuple(inner)
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
-        self._own, self.rest = _divide(compose) if _in_order(compose) else ([], [compose])
+        self._own, self.rest = _divide(compose) if in_order(compose) else ([], [compose])
         self.deterministic = [*self.inner, *self._own]
         self.steady = Steady(self.deterministic) if steady else None
 
@@ -187,7 +187,7 @@ def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[.
     done: list[Callable[..., Any]] = []
     for i, transform in enumerate(compose.transforms):
         later = list(compose.transforms[i + 1 :])
-        if not _in_order(transform):
+        if not in_order(transform):
             if _is_random(transform):
                 return done, [transform, *later]
             done.append(transform)
@@ -203,7 +203,7 @@ def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[.
     return done, []
 
 
-def _in_order(transform: Any) -> bool:
+def in_order(transform: Any) -> bool:
     """Whether this is a Compose that runs all its transforms in order, unlike OneOf and RandomOrder."""
     return isinstance(transform, Compose) and type(transform).__call__ is Compose.__call__
 
@@ -213,7 +213,7 @@ def _is_random(transform: Any) -> bool:
 
 
 def _holds_random(compose: Compose) -> bool:
-    return any(_holds_random(t) if _in_order(t) else _is_random(t) for t in compose.transforms)
+    return any(_holds_random(t) if in_order(t) else _is_random(t) for t in compose.transforms)
 
 
 def _equivalent(outer: Compose, inner: Compose) -> bool:
@@ -228,7 +228,7 @@ def _equivalent(outer: Compose, inner: Compose) -> bool:
 def _steps(compose: Compose, transforms: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
     found: list[Callable[..., Any]] = []
     for transform in transforms:
-        if isinstance(transform, Compose) and _in_order(transform) and _equivalent(compose, transform):
+        if isinstance(transform, Compose) and in_order(transform) and _equivalent(compose, transform):
             found.extend(_steps(transform, transform.transforms))
         else:
             found.append(transform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -20,7 +21,7 @@ from monai_gds.dataset.session import Session
 from monai_gds.dataset.settings import CacheOptions
 from monai_gds.errors import NotSaved, warn
 from monai_gds.pipeline.parts import parts
-from monai_gds.pipeline.split import before_cuda, with_only
+from monai_gds.pipeline.split import before_cuda, in_order, with_only
 from monai_gds.swap.stand_in import StandIn, divided
 
 #: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
@@ -143,13 +144,16 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         _fill(self, indices, workers, self.progress)
 
     def _hold(self, count: int) -> None:
-        """Keeps items in memory from now on; records end after ``count`` transforms."""
+        """Keeps these items in memory; records end after ``count`` transforms."""
         records = copy(self)
         records.transform = with_only(self.transform, self.transform.transforms[:count])
-        records.settings = self.settings.on_cpu()
+        settings = self.settings.on_cpu()
+        form = settings.form._replace(numpy=settings.options.arrays != "torch")  # the next transforms take them as such
+        records.settings = replace(settings, form=form)
+        records._fill(self._cached)
         held: Any = self
         held.__class__, held._records = _held(type(self)), records
-        held.set_data(self.data)
+        held._cache = held._fill_cache(self._cached)
 
     @property
     def _cache(self) -> Any:
@@ -173,16 +177,21 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     _cache: Any = None
     _records: Cached
 
+    def __init_subclass__(cls) -> None:
+        """Keeps from a user's class that it has a subclass, which is made for an object of it."""
+
     @property
     def session(self) -> Session:
         """What there is to ask about the records."""
         return self._records.session
 
     def set_data(self, data: Sequence[Any]) -> None:
-        """Takes new data, and moves its items to the GPU."""
-        self._take(data)
-        self._records.set_data(data)
-        CacheDataset.set_data(self, data)
+        """Takes new data, whose items are kept if they are moved by the transforms that there are now."""
+        plain: Any = self
+        plain.__class__ = type(self).__mro__[2]
+        del plain._records
+        vars(plain).pop("_cache", None)  # first, so that the new items have room
+        plain.set_data(data)
 
     def _load_cache_item(self, index: int) -> Any:
         """The item with all its deterministic transforms; the last are run here, as MONAI's loader does."""
@@ -197,7 +206,7 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         return [self[index] for index in indices]
 
     def __str__(self) -> str:
-        held = f"{len(self._cache)} items, on the GPU that their transforms move them to"
+        held = f"{len(self._cache or ())} items, on the GPU that their transforms move them to"
         return f"{self._records}\n  in memory:  {held}"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -231,7 +240,8 @@ def _before_gpu(dataset: CacheDataset) -> int:
     steps = dataset.transform.transforms
     count = before_cuda(steps, names_too=True)
     moves = count < len(steps[: _first_random(dataset)]) and not isinstance(steps[count], LazyTrait)
-    return count if moves and not dataset.hash_as_key and not changes_items(type(dataset)) else 0
+    usual = in_order(dataset.transform) and not dataset.hash_as_key and not changes_items(type(dataset))
+    return count if moves and usual else 0
 
 
 class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped

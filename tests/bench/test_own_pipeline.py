@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there_is_named_in_one_line(module: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_busy_machine_is_told_before_the_figures(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_told(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
     done = run("bench", "dataset", "--function", module, "--items", "1", "--repeats", "1", "--json")
     assert "This machine is busy (load 99.0 on " in done.stderr

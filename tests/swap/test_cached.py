@@ -8,6 +8,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from monai.transforms import (
     FgBgToIndicesd,
     Identityd,
     LoadImaged,
+    OneOf,
     RandFlipd,
     RandShiftIntensityd,
     ScaleIntensityd,
@@ -35,6 +37,7 @@ from monai.utils import set_determinism
 
 import monai_gds
 from monai_gds import CacheWarning, GDSDataset, NotSaved
+from monai_gds.dataset.settings import Settings
 from tests.fixtures_nifti import write_volumes
 from tests.same import assert_same
 
@@ -116,6 +119,7 @@ class Moves(Transform):  # type: ignore[misc]
         self.device = torch.device("cuda:0")
 
     def __call__(self, data: Any) -> Any:
+        assert "moved" not in data
         return {**data, "moved": True}
 
 
@@ -173,6 +177,8 @@ def test_items_on_a_gpu_follow_set_data_and_are_pickled(items: list[dict[str, An
 
 def test_a_subclass_whose_items_are_on_a_gpu(items: list[dict[str, Any]], patched: Any) -> None:
     class Paired(monai.data.CacheDataset):  # type: ignore[misc]
+        def __init_subclass__(cls, of: str) -> None: ...
+
         def pairs(self) -> int:
             return len(self) // 2
 
@@ -182,6 +188,84 @@ def test_a_subclass_whose_items_are_on_a_gpu(items: list[dict[str, Any]], patche
 
     ours = Paired(items, moving(), progress=False)
     assert isinstance(ours, Paired) and ours.pairs() == 2 and len(ours.names) == 4
+    assert_same(epoch(ours), epoch(Theirs(items, moving(), progress=False)))
+    ours.set_data(items[:2])
+    assert len(ours) == len(ours.names) == 2
+
+
+def test_a_subclass_that_orders_its_data_has_its_items_on_a_gpu_in_that_order(
+    items: list[dict[str, Any]], patched: Any
+) -> None:
+    def reverses(kind: Any) -> Any:
+        return type("Reversed", (kind,), {"set_data": lambda self, data: kind.set_data(self, data[::-1])})
+
+    ours, theirs = (reverses(k)(items, moving(), progress=False) for k in (monai.data.CacheDataset, Theirs))
+    for data in (items, items[:3]):
+        assert_same(epoch(ours), epoch(theirs))
+        for one in (ours, theirs):
+            one.set_data(data)
+    assert_same(epoch(ours), epoch(theirs))
+
+
+def test_set_data_keeps_items_on_a_gpu_as_the_dataset_is_now(items: list[dict[str, Any]], patched: Any) -> None:
+    """With another pipeline, none that moves items, and for no more items than are to be cached; copies have theirs."""
+    ours, theirs = (kind(items, moving(), progress=False) for kind in (monai.data.CacheDataset, Theirs))
+    copied = copy.copy(ours)
+    other = Compose([ScaleIntensityd("image", 1, 5) if i == 1 else s for i, s in enumerate(moving().transforms)])
+    for steps, kept in ((other, True), (transform(), False), (moving(), True)):
+        for one in (ours, theirs):
+            one.transform = copy.deepcopy(steps)
+            one.set_data(items[:3])
+        assert (type(ours._cache) is list) == kept
+        assert_same(epoch(ours), epoch(theirs))
+    ours.set_num = theirs.set_num = 3
+    with pytest.warns(CacheWarning, match="3 of 4 items are cached now"):
+        ours.set_data(items)
+    theirs.set_data(items)
+    assert_same(epoch(ours), epoch(theirs))
+    assert all(map(ours.is_cached, range(4)))
+    assert len(copied) == len(copied._cache) == 4 and all(map(copied.is_cached, range(4)))
+
+
+def test_data_whose_move_fails_leave_no_items_of_others(items: list[dict[str, Any]], patched: Any) -> None:
+    ours = monai.data.CacheDataset(items, moving(), progress=False)
+    with pytest.raises(RuntimeError, match="applying transform"):
+        ours.set_data([{**items[0], "moved": 1}])
+    with pytest.raises(RuntimeError, match="set_data"):
+        _ = ours[0]
+    assert "in memory:  0 items" in str(ours)
+    ours.set_data(items[:1])
+    assert_same(epoch(ours), epoch(Theirs(items[:1], moving(), progress=False)))
+
+
+def test_what_is_made_of_items_on_a_gpu_has_all_their_transforms(items: list[dict[str, Any]], patched: Any) -> None:
+    steps, outer = Compose(moving().transforms[:4]), Compose([ScaleIntensityd("image", 0, 3), RandFlipd(KEYS, 0.5)])
+    theirs = Theirs(Theirs(items, steps, progress=False), outer, progress=False)
+    with pytest.warns(CacheWarning, match="items are read at every access"):
+        ours = monai.data.CacheDataset(
+            monai.data.CacheDataset(items, steps, progress=False), copy.deepcopy(outer), progress=False
+        )
+    for _ in range(2):
+        assert_same(epoch(ours), epoch(theirs))
+
+
+def test_one_of_some_transforms_of_which_one_moves_to_a_gpu(patched: Any) -> None:
+    ours = monai.data.CacheDataset([{"a": 1}] * 20, OneOf([Identityd("a"), Moves()]), progress=False)
+    assert {len(item) for item in ours} == {1, 2}
+
+
+def test_arrays_are_given_to_the_move_as_they_are(
+    items: list[dict[str, Any]], patched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device of other datasets is a GPU (simulated), on which these would have tensors in their place."""
+    made = Settings.of
+
+    def on_gpu(device: Any, *rest: Any) -> Settings:
+        found = made("cpu", *rest)
+        return replace(found, device=torch.device("cuda:0"), form=found.form._replace(numpy=False))
+
+    monkeypatch.setattr(Settings, "of", on_gpu)
+    ours = monai.data.CacheDataset(items, moving(), progress=False)
     assert_same(epoch(ours), epoch(Theirs(items, moving(), progress=False)))
 
 
