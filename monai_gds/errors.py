@@ -357,12 +357,14 @@ class CacheWarning(UserWarning):
 
 
 #: Packages whose code lies between a user's line and a warning of ours.
-_BETWEEN = frozenset({"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer"})
+_BETWEEN = frozenset(
+    {"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer", "typing"}
+)
 
 
-def warn(message: str) -> None:
-    """Gives a CacheWarning at the line of the user's that led here; in a thread of ours there is none."""
+def warn(message: str, kind: type[Warning] = CacheWarning) -> None:
+    """Gives a warning at the line of the user's that led here; in a thread of ours there is none."""
     frame, level = sys._getframe(1), 2
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(message, CacheWarning, stacklevel=level)
+    warnings.warn(message, kind, stacklevel=level)

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -29,7 +28,7 @@ import torch
 
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import end_with_parent, print_past_bars, undisturbed
-from monai_gds.errors import WorkerDied
+from monai_gds.errors import WorkerDied, warn
 
 _log = logging.getLogger("monai_gds")
 
@@ -78,7 +77,7 @@ class Workers(Generic[T]):
             return
         if context is not None:
             raise ValueError(f"multiprocessing_context={context!r} cannot be used: {problem}")
-        warnings.warn(f"{num_workers} threads do the work of processes: {problem}", stacklevel=3)
+        warn(f"{num_workers} threads do the work of processes: {problem}", UserWarning)
         self.kind, self._work = "threads", work
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="monai-gds-worker")
 

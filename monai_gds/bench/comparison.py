@@ -26,6 +26,7 @@ from monai.transforms import Compose
 from rich.progress import Progress
 
 from monai_gds.bench.pagecache import drop, warmth
+from monai_gds.bench.processor import synchronize
 from monai_gds.bench.report import Report, Row
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.errors import BackendUnavailable, StorageError
@@ -121,7 +122,6 @@ class Entrant:
     competitor: Competitor
     dataset: Dataset
     folder: Path
-    first: float = 0.0  # seconds of the epoch that fills the cache
     seconds: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
 
@@ -198,7 +198,7 @@ def _compare(
     task = progress.add_task(comparison.title[:60], total=len(entrants) * (comparison.repeats + 1))
     for entrant in list(entrants):
         try:
-            entrant.first = epoch(entrant, comparison)
+            epoch(entrant, comparison)  # fills the cache
             found = checksums(entrant, comparison)
         except Exception:
             reason = _why(entrant)
@@ -244,8 +244,7 @@ def epoch(entrant: Entrant, comparison: Comparison) -> float:
     with closing(entrant.epoch(comparison)) as batches:
         for tensors in batches:
             comparison.consume(tensors)
-    if comparison.device.type == "cuda":
-        torch.cuda.synchronize(comparison.device)
+    synchronize(comparison.device)
     return time.perf_counter() - start
 
 

@@ -22,15 +22,7 @@ from monai.transforms import (
 
 from monai_gds.base import cores
 from monai_gds.base.console import progress, say, show, stdout
-from monai_gds.bench.comparison import (
-    META,
-    MONAIS_DATASETS,
-    OURS,
-    OURS_LOADER,
-    Comparison,
-    Competitor,
-    compare,
-)
+from monai_gds.bench.comparison import META, MONAIS_DATASETS, OURS, OURS_LOADER, Comparison, Competitor, compare
 from monai_gds.bench.report import Report, Row, differ
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader

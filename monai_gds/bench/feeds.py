@@ -68,7 +68,7 @@ def fast(training: Training, _: Path) -> Feed:
 
 
 def fast_under_patch(training: Training, folder: Path) -> Feed:
-    """The same code under ``patch``: our GDSDataset and GDSDataLoader, without workers."""
+    """The same code under ``patch``, which reads its start from records and leaves its epochs as they are."""
     with patch(folder, training.device):
         return fast(training, folder)
 

@@ -13,8 +13,6 @@ either: DALI wants an index of each file, which a script of its own makes.
 
 from __future__ import annotations
 
-import io
-import tarfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from monai_gds.bench.processor import cpu_seconds
+from monai_gds.bench.processor import cpu_seconds, synchronize
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import ImageNetDataset
@@ -72,7 +70,6 @@ class LoaderSettings:
     decoding: Decoding | None = None  # None: only bytes are read
     threads: Sequence[int] = (1, 2, 4, 8, 16)  # numbers of threads each peer is tried with; the best one counts
     repeats: int = 5  # measurements of each peer
-    shard: Path | None = None  # the same images in a WebDataset's tar file, which is made where missing
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -87,29 +84,7 @@ class LoaderSettings:
 
 def dali_reader(settings: LoaderSettings, threads: int) -> Generator[int]:
     """``fn.readers.file``."""
-    return _run(settings, threads, lambda fn: fn.readers.file(file_root=str(settings.datadir)))
-
-
-def dali_webdataset(settings: LoaderSettings, threads: int) -> Generator[int]:
-    """``fn.readers.webdataset``, without an index, over one shard."""
-    if settings.shard is None:
-        raise BackendUnavailable("needs a place for a tar file of the images")
-    if not settings.shard.exists():
-        _write_shard(list_folder(settings.datadir), settings.shard)
-    where = {"paths": [str(settings.shard)], "ext": ["jpg", "cls"]}
-    return _run(settings, threads, lambda fn: fn.readers.webdataset(**where, missing_component_behavior="error"))
-
-
-def _write_shard(images: ImageList, shard: Path) -> None:
-    part = shard.with_name(f"{shard.name}.part")
-    with tarfile.open(part, "w") as tar:
-        for i, label in enumerate(images.labels):
-            tar.add(images.path(i), f"{i:08}.jpg", recursive=False)
-            text = str(label).encode()
-            info = tarfile.TarInfo(f"{i:08}.cls")
-            info.size = len(text)
-            tar.addfile(info, io.BytesIO(text))
-    part.replace(shard)
+    return run_dali(settings, threads, lambda fn: fn.readers.file(file_root=str(settings.datadir)))
 
 
 def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
@@ -122,7 +97,7 @@ def python_file(settings: LoaderSettings, threads: int) -> Generator[int]:
             data = [_read(path) for path in paths[start : start + settings.batch_size]]
             yield data, images.labels[start : start + settings.batch_size, None]
 
-    return _run(settings, threads, lambda fn: fn.external_source(batches, num_outputs=2, cycle="quiet"))
+    return run_dali(settings, threads, lambda fn: fn.external_source(batches, num_outputs=2, cycle="quiet"))
 
 
 def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
@@ -132,7 +107,9 @@ def decoder_alone(settings: LoaderSettings, threads: int) -> Generator[int]:
     data = [_read(images.path(i)) for i in range(count)]
     starts = range(0, count, settings.batch_size)
     batches = [(data[i : i + settings.batch_size], images.labels[i : i + settings.batch_size, None]) for i in starts]
-    return _run(settings, threads, lambda fn: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True))
+    return run_dali(
+        settings, threads, lambda fn: fn.external_source(batches, num_outputs=2, cycle="quiet", no_copy=True)
+    )
 
 
 def _read(path: str) -> np.ndarray:
@@ -172,8 +149,8 @@ def _in_lists(samples: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tenso
     return list(images), torch.tensor(labels)
 
 
-def _run(settings: LoaderSettings, threads: int, inputs: Callable[[Any], Any]) -> Generator[int]:
-    """Runs a pipeline without this package, without end."""
+def run_dali(settings: LoaderSettings, threads: int, inputs: Callable[[Any], Any]) -> Generator[int]:
+    """Runs a pipeline over these ``(images, labels)`` without this package, without end."""
     module = dali()
     on_gpu = settings.device.type == "cuda"
     pipe = module.Pipeline(settings.batch_size, threads, settings.device.index if on_gpu else None)
@@ -218,9 +195,9 @@ def ours(reader: str, settings: LoaderSettings, threads: int) -> Generator[int]:
 
 Peer: TypeAlias = Callable[[LoaderSettings, int], Generator[int]]
 
-PEERS: Mapping[str, Peer] = {
+#: By name. ``tools/bench`` in a clone adds a tar file of the images.
+PEERS: dict[str, Peer] = {
     "dali": dali_reader,
-    "dali-webdataset": dali_webdataset,
     "python-file": python_file,
     "torchvision": torchvision_loader,
     **{name: partial(ours, name) for name in (*backend_names(), "packed")},
@@ -291,7 +268,7 @@ def _rate(
     with closing(peer(settings, threads)) as run:
         for _ in range(max(10, batches // 10)):
             next(run)
-        _synchronize(settings.device)
+        synchronize(settings.device)
         used, start, done, reported = cpu_seconds(), time.perf_counter(), 0, 0.0
         for _ in range(batches):
             done += next(run)
@@ -299,14 +276,9 @@ def _rate(
             if elapsed - reported > 0.5:
                 reported = elapsed
                 progress(done, done / elapsed)
-        _synchronize(settings.device)
+        synchronize(settings.device)
         seconds = time.perf_counter() - start
         return _Rate(done / seconds, 1e6 * (cpu_seconds() - used) / done)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def warm(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""The processor time of a benchmark: of its process, and of those that it starts."""
+"""What the clocks of a benchmark need: the end of a device's work, and processor time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def cpu_seconds() -> float:

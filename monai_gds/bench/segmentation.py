@@ -120,8 +120,3 @@ class Network:
             loss = self._loss(self._network(image), label)
         torch.autograd.backward(loss)
         self._optimizer.step()
-
-    def synchronize(self) -> None:
-        """Waits until the device has done everything."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from monai_gds.bench.pagecache import cached, warmth
+from monai_gds.bench.processor import synchronize
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import FileChanged, MonaiGdsError, StorageError
 from monai_gds.storage import FileId, Reads, Storage, available_backends, open_storage
@@ -164,8 +165,7 @@ def _report(heading: str, device: torch.device, settings: Tensors, one: Callable
 def _timed(operation: Callable[[], T], device: torch.device) -> tuple[float, T]:
     begin = time.perf_counter()
     result = operation()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - begin, result
 
 

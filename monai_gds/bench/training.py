@@ -15,7 +15,7 @@ from rich.progress import Progress
 from monai_gds.bench.comparison import SILENT, batches_of
 from monai_gds.bench.feeds import CEILING, PEERS, Feed
 from monai_gds.bench.pagecache import drop, warmth
-from monai_gds.bench.processor import cpu_seconds
+from monai_gds.bench.processor import cpu_seconds, synchronize
 from monai_gds.bench.report import Report, Row
 from monai_gds.bench.segmentation import Network, Training
 from monai_gds.errors import BackendUnavailable, StorageError
@@ -139,7 +139,7 @@ def epoch(network: Network, loader: Iterable[Mapping[str, Any]], steps: int) -> 
     Raises:
         StorageError: there were not as many batches as there should be. MONAI's threads lose errors.
     """
-    network.synchronize()
+    synchronize(network.device)
     used, start = cpu_seconds(), time.perf_counter()
     asked, waits = start, []
     with batches_of(loader) as batches:
@@ -147,7 +147,7 @@ def epoch(network: Network, loader: Iterable[Mapping[str, Any]], steps: int) -> 
             waits.append(time.perf_counter() - asked)
             network.step(batch)
             asked = time.perf_counter()
-    network.synchronize()
+    synchronize(network.device)
     seconds = time.perf_counter() - start
     if len(waits) != steps:
         raise StorageError(f"{len(waits)} batches came instead of {steps}")

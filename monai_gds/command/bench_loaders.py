@@ -25,8 +25,7 @@ DatadirOption = Annotated[
 BatchOption = Annotated[int, typer.Option(min=1, help="Images in a batch.")]
 _MakeOption = Annotated[int | None, typer.Option(min=1, help="First make this many JPEGs of ImageNet's size.")]
 _PackedOption = Annotated[
-    Path | None,
-    typer.Option(help="The same images, packed; made where missing. Default: a temporary folder."),
+    Path | None, typer.Option(help="The same images, packed; made where missing. Default: a temporary folder.")
 ]
 _ReaderOption = Annotated[list[str] | None, typer.Option(help="Only this reader; may be repeated. Default: all.")]
 _BatchesOption = Annotated[
@@ -107,7 +106,7 @@ def loaders(
             options["blockmap"] = BlockMap.load(bmap, parent=folder.absolute().parent if folder.is_dir() else None)
         settings = bench.LoaderSettings(
             folder, packed or temporary / "packed", target, batchsize, batches, threads=counts, repeats=repeats,
-            options=options, shard=temporary / "images.tar",
+            options=options,
         )  # fmt: skip
         images, in_files = bench.list_images(folder), folder.is_dir()
         bench.warm(folder)

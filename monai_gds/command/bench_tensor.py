@@ -35,8 +35,7 @@ _ValidateOption = Annotated[bool, typer.Option("--validate", help="Compare with 
 _BlockOption = Annotated[int | None, typer.Option(help="DeepNVMe: bytes per transfer.")]
 _DepthOption = Annotated[int | None, typer.Option(help="DeepNVMe: transfers in flight per thread.")]
 _TunedOption = Annotated[
-    Path | None,
-    typer.Option(exists=True, dir_okay=False, help="DeepNVMe: a file with the output of ds_nvme_tune."),
+    Path | None, typer.Option(exists=True, dir_okay=False, help="DeepNVMe: a file with the output of ds_nvme_tune.")
 ]
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
@@ -113,10 +114,7 @@ def _pipeline(found: Found) -> str:
 
 
 def _grouped(records: Sequence[Found], by: Callable[[Found], str]) -> list[tuple[str, list[Found]]]:
-    groups: dict[str, list[Found]] = {}
-    for found in records:
-        groups.setdefault(by(found), []).append(found)
-    return sorted(groups.items())
+    return [(name, list(found)) for name, found in groupby(sorted(records, key=by), by)]
 
 
 def _time(ns: int) -> str:

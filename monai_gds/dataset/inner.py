@@ -91,7 +91,7 @@ def steps_of(dataset: Any, steps: Sequence[Callable[..., Any]]) -> tuple[OfDatas
     if why and dataset.settings.cache_dir is not None and Notice("read", kind, why, dataset.settings.began).is_new():
         warn(
             f"data is a {kind}, whose items are read at every access, at a hit too: {why}. Give a list of items, or a "
-            "Dataset, CacheDataset or GDSDataset with deterministic transforms",
+            "Dataset, CacheDataset or GDSDataset with deterministic transforms"
         )
     return ()
 

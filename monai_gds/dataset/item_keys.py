@@ -153,11 +153,7 @@ class ItemKeys:
         return self([item])[0]
 
     def compute(
-        self,
-        item: Any,
-        make: Callable[[Any], T],
-        read: frozenset[str] | None = None,
-        seen: Observation | None = None,
+        self, item: Any, make: Callable[[Any], T], read: frozenset[str] | None = None, seen: Observation | None = None
     ) -> tuple[T, Key, str]:
         """Computes an item by ``make``, and observes what that reads.
 

@@ -116,7 +116,8 @@ def draw(
         return answered(program, torch.device("cpu"))
 
     try:
-        recorded, plain = _recorded(split, lazy, session.data[index], target, most, guesses, ask or here, drew)
+        recorder = Recorder(lazy.later, target, guesses, ask or here)
+        recorded, plain = _recorded(recorder, split, lazy, session.data[index], most, drew)
     except RecordGone:
         return Answer(saved)
     done = 0 if recorded.program is None else recorded.program.done
@@ -125,14 +126,7 @@ def draw(
 
 
 def _recorded(
-    split: Split,
-    lazy: PendingItem,
-    item: Any,
-    target: torch.device,
-    most: int | None,
-    guesses: Mapping[Asked, bool],
-    ask: Callable[[Program], bytes] | None,
-    drew: set[int] | None = None,
+    recorder: Recorder, split: Split, lazy: PendingItem, item: Any, most: int | None, drew: set[int] | None = None
 ) -> tuple[Recorded, bool]:
     """What the transforms do, and whether the last one left no tensor of the target in metadata.
 
@@ -153,7 +147,7 @@ def _recorded(
             plain = not any(hidden and is_ghost(tensor) for tensor, hidden in tensors_in(item))
         return item
 
-    recorded = record_item(Recorder(lazy.later, target, guesses, ask), split, lazy, item, most, run)
+    recorded = record_item(recorder, split, lazy, item, most, run)
     return recorded, plain and recorded.refused is None
 
 
@@ -334,7 +328,8 @@ class Programmed:
         seed_transforms(split.steps(), *self._seed)
         item = session.data[self._index]
         with suppress(RecordGone, GuardFailed):
-            program = _recorded(split, lazy, item, session.target(), count, self._trust.guesses, None)[0].program
+            recorder = Recorder(lazy.later, session.target(), self._trust.guesses)
+            program = _recorded(recorder, split, lazy, item, count)[0].program
             values = None if program is None else lazy.read(program.boxes()).wait()
             if program is not None and values is not None:
                 return replay(program, values, session.target()), _digest(split, count)

@@ -91,7 +91,7 @@ def _warn(index: int, before: Key, now: Key) -> None:
         f"item {index} gets its third record in this process, so no epoch finds the last one. What differs: "
         f"{'; '.join(found[:NAMED])}. What the run itself writes or sets, such as a log, a checkpoint or its name, "
         "should not count: leave it out of the item, or out of the key by the transform's __cache_key__ or a function "
-        "for sources=; version= is for what should count now and then",
+        "for sources=; version= is for what should count now and then"
     )
 
 
@@ -115,7 +115,7 @@ def compare_ranks(settings: Settings, pipeline: Pipeline, items: int) -> None:
             warn(
                 f"ranks {other} and {rank} of this job have different keys for the same transforms, so each computes "
                 f"every item for itself. What differs: {'; '.join(found[:NAMED])}. Leave what belongs to one rank or "
-                "run out of the transforms and the functions in them, or out of the key by __cache_key__",
+                "run out of the transforms and the functions in them, or out of the key by __cache_key__"
             )
 
 
@@ -134,7 +134,7 @@ def compare_seeds(settings: Settings, states: Any) -> None:
         warn(
             f"ranks {same[0]} and {rank} of this job have the same seed, so their random transforms draw the same "
             "numbers: seed each rank otherwise, such as with set_determinism(seed + rank), or give the loader "
-            "num_workers, which draw by rank",
+            "num_workers, which draw by rank"
         )
 
 

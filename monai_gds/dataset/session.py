@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
 from copy import copy
@@ -208,10 +207,10 @@ class Session(NamedTuple):
         if device.type == "cpu" or runtime.may_write_later():
             return device
         if (worker is None or worker.id == 0) and Notice("on the CPU", self.settings.began).is_new():
-            warnings.warn(
+            warn(
                 f"CUDA cannot be used in a worker or forked process: items come as CPU tensors instead of on {device}. "
                 "Use num_workers=0 with ThreadDataLoader.",
-                stacklevel=2,
+                UserWarning,
             )
         return torch.device("cpu")
 

@@ -146,9 +146,7 @@ def survey(directory: str | os.PathLike[str], index: Index | None = None) -> lis
 
 
 def _to_note(found: Found) -> IndexEntry:
-    digest = found.name.partition(".")[0]
-    facts = (found.item, found.pipeline, found.nbytes, found.mtime_ns, found.tensors, found.sources, found.form)
-    return IndexEntry(digest, *facts)
+    return IndexEntry(found.name.partition(".")[0], *(getattr(found, name) for name in IndexEntry._fields[1:]))
 
 
 def check(path: str | os.PathLike[str]) -> Found | None:

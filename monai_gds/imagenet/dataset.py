@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from monai_gds.errors import BackendUnavailable, BrokenImage, meant
+from monai_gds.errors import BackendUnavailable, BrokenImage, meant, warn
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
 from monai_gds.imagenet.dali.decoding import Decoding
@@ -180,11 +179,11 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         except (BackendUnavailable, ValueError) as e:  # perhaps for GPU memory only: else this fails again
             why = str(e)
             reader = open_reader(self.reader, images, self.device, **arguments)
-        warnings.warn(
+        warn(
             f"reader={self.reader!r} reads into GPU memory, since it cannot read into host memory ({why}). Decoders "
             "want encoded bytes in host memory: every batch is copied back (counted in copied_back); reader='auto' "
             "reads into host memory",
-            stacklevel=3,
+            UserWarning,
         )
         return reader
 

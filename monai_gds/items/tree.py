@@ -1,8 +1,8 @@
 """The item tree: an item taken apart into JSON and tensors, and put together again.
 
 Import the item tree from here. :mod:`.encoding` takes items apart and :mod:`.decoding` puts them together;
-:mod:`.table` has a row for each type that both support, and :mod:`.types` the registry of those that users add;
-:mod:`.passthrough` holds the values taken from the dataset's item, and :mod:`.data_root` the text below a data root.
+:mod:`.table` has a row for each type that both support, and :mod:`.types` the registry of those that users add.
+:mod:`.passthrough` holds the values that are taken from the dataset's item.
 
 JSON's own values stand for themselves: None, bools, strings, finite floats, lists, and dicts whose keys are plain
 strings. Everything else is an object with one key that begins with ``$``, such as ``{"$tuple": [1, 2]}``. Large data

@@ -149,11 +149,7 @@ def columns_of(item: Any) -> dict[str, str]:
 
 
 def _key(
-    item: str,
-    pipeline: Pipeline,
-    paths: tuple[str, ...],
-    identities: tuple[Identity | None, ...],
-    without: str = "",
+    item: str, pipeline: Pipeline, paths: tuple[str, ...], identities: tuple[Identity | None, ...], without: str = ""
 ) -> Key:
     return Key(digest_of(_parts(item, pipeline, paths, identities)), item, pipeline, paths, identities, None, without)
 

@@ -15,7 +15,6 @@ import marshal
 import os
 import stat
 import struct
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -25,16 +24,8 @@ import xxhash
 from monai_gds import limits
 from monai_gds.base.file_systems import opened
 from monai_gds.base.notices import Notice
-from monai_gds.errors import CacheWarning, HashingError
-from monai_gds.keys.folder_listing import (
-    FILE,
-    FOLDER,
-    NAMES,
-    UNREADABLE,
-    FolderEntry,
-    digest_of_folder,
-    list_folder,
-)
+from monai_gds.errors import HashingError, warn
+from monai_gds.keys.folder_listing import FILE, FOLDER, NAMES, UNREADABLE, FolderEntry, digest_of_folder, list_folder
 from monai_gds.keys.source_memo import Ages, SourceMemo
 from monai_gds.keys.source_names import absolute
 
@@ -87,14 +78,9 @@ class Sources:
         policy: how sources are identified, the option ``sources`` of a dataset. A function is called at every access
             for every string that may be a path. None: nothing is a source.
         folder: the cache folder, where hashes are remembered for other processes, or None.
-
-    Raises:
-        ValueError: there is no such policy.
     """
 
     def __init__(self, policy: Policy, folder: str | None) -> None:
-        if not (policy is None or callable(policy) or policy in ("content", "stat", "once")):
-            raise ValueError(f"sources={policy!r}: give 'content', 'stat', 'once', a function of a path, or None")
         self.counts = policy is not None  # whether anything is a source
         self._policy = policy
         self._folder = folder
@@ -260,12 +246,10 @@ class Sources:
     def _too_many(self, path: str) -> Identity:
         self._warned.add(path)
         if Notice("too many", path).is_new():
-            warnings.warn(
+            warn(
                 f"the folder {path!r} holds more than {limits.FOLDER_ENTRIES:,} entries, so keys contain its name "
                 "only, and changes in it are not noticed. If it is the data, name its files or subfolders in the "
-                "items, or give sources= a function that returns its version",
-                CacheWarning,
-                stacklevel=2,
+                "items, or give sources= a function that returns its version"
             )
         return Identity(0, "unlisted")
 

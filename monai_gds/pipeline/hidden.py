@@ -120,7 +120,7 @@ class Hidden:
         if steady is not None and steady.given_up and Notice("not steady", self._place, self._hashed.digest).is_new():
             warn(
                 f"a Dataset computes its items at every access, as MONAI's does: {steady.given_up}, and is not marked "
-                "random. Derive it from monai.transforms.RandomizableTrait, and what comes before it is cached",
+                "random. Derive it from monai.transforms.RandomizableTrait, and what comes before it is cached"
             )
 
     def _found(self, before: list[tuple[Any, Any]], item: Any, computed: Any) -> str:
@@ -142,7 +142,7 @@ class Hidden:
                 f"{name} is not marked random, but gives another result each time: what it drew first is cached, and "
                 "comes again in every epoch. Derive it from monai.transforms.RandomizableTransform and draw from "
                 "self.R, so that it runs in every epoch; if its result holds a time or the address of an object, leave "
-                "that out",
+                "that out"
             )
 
     def _has_hint(self, before: list[tuple[Any, Any]], computed: Any) -> bool:

@@ -80,7 +80,7 @@ class Split:
 
     def first(self, count: int) -> Compose:
         """The pipeline up to the first ``count`` steps."""
-        return _tail(self.compose, [*self._own, *self.steps()[:count]])
+        return with_only(self.compose, [*self._own, *self.steps()[:count]])
 
     def step(self, transform: Callable[..., Any], item: Any) -> Any:
         """Runs one step, as :meth:`after` would."""
@@ -116,8 +116,7 @@ class Split:
                     return self.copied()
                 memo[id(part)] = part
                 if isinstance(part, (Transform, RandomizableTrait)):
-                    what = f"{name_of(part)} cannot be copied, so loops that run at the same time share it: {e}"
-                    warn(what)
+                    warn(f"{name_of(part)} cannot be copied, so loops that run at the same time share it: {e}")
         mine = copy(self)
         mine.compose, mine.rest = deepcopy((self.compose, self.rest), memo)
         for part in found:
@@ -196,7 +195,7 @@ def _divide(compose: Compose) -> tuple[list[Callable[..., Any]], list[Callable[.
             head, rest = _divide(transform)
             done.extend(head)
             if rest:
-                return done, [_tail(transform, rest), *later]
+                return done, [with_only(transform, rest), *later]
         elif _holds_random(transform):
             return done, [transform, *later]
         else:
@@ -243,12 +242,12 @@ def _without(compose: Compose, transforms: Sequence[Callable[..., Any]], done: i
             return list(transforms[i:])
         inner = _steps(compose, [transform])
         if len(inner) > done and isinstance(transform, Compose):
-            return [_tail(transform, _without(transform, transform.transforms, done)), *transforms[i + 1 :]]
+            return [with_only(transform, _without(transform, transform.transforms, done)), *transforms[i + 1 :]]
         done -= len(inner)
     return []
 
 
-def _tail(compose: Compose, transforms: list[Callable[..., Any]]) -> Compose:
+def with_only(compose: Compose, transforms: Iterable[Callable[..., Any]]) -> Compose:
     """A copy of a Compose with these transforms only. A constructor would draw seeds."""
     tail = copy(compose)
     tail.transforms = tuple(transforms)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import torch
 from monai.apps import DecathlonDataset, MedNISTDataset, TciaDataset
 from monai.data import CacheDataset, CacheNTransDataset, LMDBDataset
 from monai.data import GDSDataset as MonaisGDSDataset
-from monai.transforms import Compose, Randomizable
+from monai.transforms import Compose, Randomizable, Transform, convert_to_contiguous
+from monai.transforms.traits import LazyTrait, RandomizableTrait
 
-from monai_gds.dataset.dataset import GDSDataset
+from monai_gds.dataset.dataset import GDSDataset, changes_items
 from monai_gds.dataset.populate import fill
+from monai_gds.dataset.session import Session
 from monai_gds.dataset.settings import CacheOptions
 from monai_gds.errors import NotSaved, warn
 from monai_gds.pipeline.parts import parts
+from monai_gds.pipeline.split import before_cuda, with_only
 from monai_gds.swap.stand_in import StandIn, divided
 
 #: Methods of ``CacheDataset`` that make or hold items in memory, which nothing here calls.
@@ -117,6 +122,9 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
                 f"cache_num, cache_rate: {self.cache_num} of {len(unique)} items are cached now, and the others when "
                 "they are first read. Records are on disk and take no memory"
             )
+        elif count := _before_gpu(self):
+            self._hold(count)
+            return
         self._fill(self._cached)
 
     def _take(self, data: Sequence[Any]) -> None:
@@ -134,6 +142,15 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         workers = self.num_workers if self.num_workers is not None and self.num_workers > 1 else None
         _fill(self, indices, workers, self.progress)
 
+    def _hold(self, count: int) -> None:
+        """Keeps items in memory from now on; records end after ``count`` transforms."""
+        records = copy(self)
+        records.transform = with_only(self.transform, self.transform.transforms[:count])
+        records.settings = self.settings.on_cpu()
+        held: Any = self
+        held.__class__, held._records = _held(type(self)), records
+        held.set_data(self.data)
+
     @property
     def _cache(self) -> Any:
         return CachedItems(self)
@@ -142,6 +159,79 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     def _cache(self, items: Any) -> None:
         if len(items):
             _refused(self)
+
+
+class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
+    """Mixed into a ``Cached`` whose items stay in GPU memory, where a transform moves them, as ``CacheDataset``'s do.
+
+    Its epochs read nothing, and its loader stays MONAI's. What comes before the move is read from records.
+
+    Attributes:
+        _records: the items before the move.
+    """
+
+    _cache: Any = None
+    _records: Cached
+
+    @property
+    def session(self) -> Session:
+        """What there is to ask about the records."""
+        return self._records.session
+
+    def set_data(self, data: Sequence[Any]) -> None:
+        """Takes new data, and moves its items to the GPU."""
+        self._take(data)
+        self._records.set_data(data)
+        CacheDataset.set_data(self, data)
+
+    def _load_cache_item(self, index: int) -> Any:
+        """The item with all its deterministic transforms; the last are run here, as MONAI's loader does."""
+        count = len(self._records.transform.transforms)
+        item = self.transform(self._records[index], start=count, end=_first_random(self), threading=True)
+        return convert_to_contiguous(item, memory_format=torch.contiguous_format) if self.as_contiguous else item
+
+    def _transform(self, index: int) -> Any:
+        return CacheDataset._transform(self, index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __str__(self) -> str:
+        held = f"{len(self._cache)} items, on the GPU that their transforms move them to"
+        return f"{self._records}\n  in memory:  {held}"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        plain: Any = object.__new__(type(self).__mro__[2])  # pickle finds no class that is made for an object
+        vars(plain).update(vars(self))
+        make, args, *more = plain.__reduce_ex__(protocol)
+        return _held_again, (make, args), *more
+
+
+def _held(kind: type) -> type:
+    """The class of objects of ``kind`` that keep their items."""
+    return type(kind.__name__, (Held, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _held_again(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = make(*args)
+    made.__class__ = _held(type(made))
+    return made
+
+
+def _first_random(dataset: CacheDataset) -> int | None:
+    """Where ``CacheDataset`` ends what it keeps."""
+    found: int | None = dataset.transform.get_index_of_first(
+        lambda step: isinstance(step, RandomizableTrait) or not isinstance(step, Transform)
+    )
+    return found
+
+
+def _before_gpu(dataset: CacheDataset) -> int:
+    """How many transforms come before one that moves items to a GPU where they are to stay; 0 if none does."""
+    steps = dataset.transform.transforms
+    count = before_cuda(steps, names_too=True)
+    moves = count < len(steps[: _first_random(dataset)]) and not isinstance(steps[count], LazyTrait)
+    return count if moves and not dataset.hash_as_key and not changes_items(type(dataset)) else 0
 
 
 class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped

@@ -65,11 +65,11 @@ class WriteContract(BackendContract):
         assert_file(path, expected)
         self.assert_gives(storage, path, expected, (0, len(expected)))
 
-    def test_a_file_has_its_permissions_from_the_beginning(self, storage: Storage, folder: Path) -> None:
+    def test_a_file_is_created_with_its_permissions(self, storage: Storage, folder: Path) -> None:
         storage.write(str(folder / "file.bin"), [content(5000), torch.ones(3 << 20, dtype=torch.uint8)], mode=0o600)
         assert (folder / "file.bin").stat().st_mode & 0o777 == 0o600
 
-    def test_a_tensor_of_anything_but_bytes_is_not_written(self, storage: Storage, folder: Path) -> None:
+    def test_only_tensors_of_bytes_are_written(self, storage: Storage, folder: Path) -> None:
         plain = torch.zeros(3 << 20, dtype=torch.uint8, device=storage.device)
         for bad in (plain.float(), plain.view(2, -1), plain[::2]):
             with pytest.raises(ValueError, match="only 1-D contiguous uint8 tensors are written"):
@@ -112,14 +112,14 @@ class WriteContract(BackendContract):
         assert_file(path, b"precious")
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_a_directory_that_is_missing_or_closed_is_named(self, storage: Storage, folder: Path) -> None:
+    def test_an_error_names_a_directory_that_is_missing_or_read_only(self, storage: Storage, folder: Path) -> None:
         for buffer in (b"new", self.dest(storage, 5000)):
             with pytest.raises(FileNotFoundError, match="missing"):
                 storage.write(str(folder / "missing" / "file.bin"), [buffer])
             with without_permission(folder), pytest.raises(PermissionError, match=r"file\.bin"):
                 storage.write(str(folder / "file.bin"), [buffer])
 
-    def test_a_full_disk_is_an_error_and_no_more(self, storage: Storage, folder: Path) -> None:
+    def test_a_full_disk_is_an_error_that_breaks_nothing_else(self, storage: Storage, folder: Path) -> None:
         with small_disk(folder) as disk:
             storage.write(str(disk / "first.bin"), [content(1 << 20)])
             before = descriptors()

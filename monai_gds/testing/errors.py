@@ -74,7 +74,7 @@ class FailsFileByFile(OverABackend):
             assert open_before[1] <= open_before[0]
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_a_directory_and_a_fifo_are_errors_and_not_a_wait(self, storage: Storage, folder: Path) -> None:
+    def test_directories_and_fifos_are_refused_without_waiting(self, storage: Storage, folder: Path) -> None:
         fifo = folder / "file.bin"
         os.mkfifo(fifo)
         for path in (folder, fifo):
@@ -85,7 +85,7 @@ class FailsFileByFile(OverABackend):
             storage.head(str(fifo), 10)
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_another_file_than_expected_is_an_error(self, storage: Storage, folder: Path) -> None:
+    def test_a_replaced_file_is_an_error(self, storage: Storage, folder: Path) -> None:
         data = [content(2 << 20, seed) for seed in range(2)]
         path = str(self.make(folder, data[0]))
         before = FileId.of(path)
@@ -102,7 +102,7 @@ class FailsFileByFile(OverABackend):
             assert_bytes(self.ended(storage.load(indifferent)).wait()[0], data[1][:nbytes])
 
     @pytest.mark.parametrize("by", [1, -1, 5000])
-    def test_whole_files_that_have_another_size_by_now(self, storage: Storage, folder: Path, by: int) -> None:
+    def test_whole_files_whose_size_has_changed_are_errors(self, storage: Storage, folder: Path, by: int) -> None:
         """Also where there is no room for another byte after a file."""
         paths, sizes, _ = self.files(folder, [4096, 5000, 100_000, *[3000] * 147])
         wrong = (0, 77, 149)
@@ -128,9 +128,7 @@ class FailsFileByFile(OverABackend):
 
     @pytest.mark.parametrize("nbytes", [5000, 1_100_000])
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_each_file_has_its_own_error_and_the_others_their_bytes(
-        self, storage: Storage, folder: Path, nbytes: int
-    ) -> None:
+    def test_each_file_fails_alone_and_the_others_are_read(self, storage: Storage, folder: Path, nbytes: int) -> None:
         paths, sizes, starts = self.files(folder, [nbytes] * 40)
         expected: list[Expected] = [(None, FileId.of(p), nbytes)[i % 3] for i, p in enumerate(paths)]
         wrong = self.spoil(paths)
@@ -174,7 +172,7 @@ class FailsFileByFile(OverABackend):
         }  # fmt: skip
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_nothing_is_written_once_it_is_over(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
+    def test_nothing_is_written_after_the_end(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
         """One file fails at once, the first, the last or any, or the last piece of it, while others are being read."""
         paths = [self.make(folder, data[:-short], f"{short}.bin") for short in (1, 100)]
         for _ in range(2):

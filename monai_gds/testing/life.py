@@ -26,7 +26,7 @@ class LivesAmongThreads(OverABackend):
     reads_while_closing: ClassVar[int] = 60
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_eight_threads_share_it(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
+    def test_eight_threads_share_a_storage(self, storage: Storage, folder: Path, blob: Path, data: bytes) -> None:
         def work(seed: int) -> None:
             random = np.random.default_rng(seed)
             for i in range(10):
@@ -56,7 +56,7 @@ class LivesAmongThreads(OverABackend):
             self.assert_gives(storage, blob, data, (5, 9 << 20))
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_close_by_another_thread_disturbs_nobody(self, storage: Storage, blob: Path, data: bytes) -> None:
+    def test_closing_in_another_thread_disturbs_no_read(self, storage: Storage, blob: Path, data: bytes) -> None:
         with meanwhile(storage.close, pause=0.001):
             for i in range(self.reads_while_closing):
                 dest = self.dest(storage, 2 << 20)
@@ -72,7 +72,7 @@ class LivesAmongThreads(OverABackend):
         storage.close()
         assert threading.active_count() <= before
 
-    def test_a_forked_child_is_refused_and_disturbs_nobody(self, storage: Storage, blob: Path, data: bytes) -> None:
+    def test_a_forked_child_is_refused_and_disturbs_no_read(self, storage: Storage, blob: Path, data: bytes) -> None:
         self.assert_gives(storage, blob, data, (0, 9 << 20))
         self.fill(storage, (blob, 0, self.dest(storage, BLOB_BYTES))).wait()
         under_way = storage.load(Reads.of(str(blob), [(0, BLOB_BYTES)]))

@@ -36,7 +36,7 @@ class GivesMemoryAway(OverABackend):
             assert copy.deepcopy(kept).untyped_storage().nbytes() <= nbytes + ALIGNMENT
 
     @_how
-    def test_writing_into_a_loaded_tensor_reaches_nothing_else(self, storage: Storage, folder: Path, how: str) -> None:
+    def test_writing_into_a_loaded_tensor_changes_nothing_else(self, storage: Storage, folder: Path, how: str) -> None:
         for nbytes in (100, 65_536, 4 << 20):
             data = content(nbytes)
             path = self.make(folder, data, f"{nbytes}.bin")

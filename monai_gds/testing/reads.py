@@ -86,7 +86,7 @@ class ReadsRightBytes(OverABackend):
         self.ended(storage.fill(Reads.of(str(blob), [(7, n) for n in LENGTHS]), own)).wait()
         assert_each(own, [data[7 : 7 + n] for n in LENGTHS])
 
-    def test_reads_across_pieces_to_the_last_byte_and_nothing_around(
+    def test_reads_across_pieces_and_writes_nothing_around_them(
         self, storage: Storage, blob: Path, data: bytes
     ) -> None:
         """Large slices of one tensor, at any distance from a page in it and in a file that is named in two ways."""
@@ -108,7 +108,7 @@ class ReadsRightBytes(OverABackend):
     @property_test
     @given(parts=st.lists(_PARTS, max_size=4))
     @example(parts=[[(0, 0, 9, 0, False)], [(0, 500, 9, 0, False), (0, 0, 9, 50, True)]])  # several parts in the second
-    def test_fills_its_parts_and_nothing_around_the_destinations(
+    def test_fills_its_parts_and_writes_nothing_around_them(
         self, storage: Storage, blob: Path, data: bytes, parts: list[list[tuple[int, int, int, int, bool]]]
     ) -> None:
         """Gaps between parts may be overwritten: by nothing that is asserted here."""
@@ -126,7 +126,7 @@ class ReadsRightBytes(OverABackend):
         for start in (0, *ends.tolist()):
             assert_bytes(memory[start : start + _FENCE], b"\xa5" * len(memory[start : start + _FENCE]))
 
-    def test_parts_of_two_files_that_take_turns_in_one_destination(self, storage: Storage, folder: Path) -> None:
+    def test_alternating_parts_of_two_files_in_one_destination(self, storage: Storage, folder: Path) -> None:
         """Between two parts of a file lies a part of another file, not a gap."""
         for nbytes in (100, 5000, 70_000, 300_000):
             paths = [self.make(folder, content(9 * nbytes, i), f"{i}.bin") for i in range(2)]
@@ -182,12 +182,12 @@ class ReadsRightBytes(OverABackend):
         dest = self.dest(storage, 10)
         assert self.ended(storage.fill(Reads.of_files([], none, none, 10), [dest])).wait()[0] is dest
 
-    def test_sees_what_was_written_a_moment_ago(self, storage: Storage, folder: Path) -> None:
+    def test_sees_what_was_just_written(self, storage: Storage, folder: Path) -> None:
         for seed in range(20):
             path = self.make(folder, content(100_000, seed))
             self.assert_gives(storage, path, content(100_000, seed), (0, 100_000))
 
-    def test_a_step_behind_the_reads_sees_every_byte(self, storage: Storage, folder: Path, data: bytes) -> None:
+    def test_a_step_after_the_reads_sees_every_byte(self, storage: Storage, folder: Path, data: bytes) -> None:
         """A backend that calls Pending.finish too early shows here."""
         paths = [self.make(folder, data[i * 4096 :], f"{i}.bin") for i in range(6)]
         for nbytes in (5000, 9 << 20):
@@ -211,7 +211,7 @@ class ReadsRightBytes(OverABackend):
             storage.head(str(folder / "missing.bin"), 10)
 
     @pytest.mark.usefixtures("stable_descriptors")
-    def test_reads_on_where_a_call_returned_less(
+    def test_continues_after_a_short_read(
         self, storage: Storage, folder: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As calls do over FUSE and NFS. A backend that reads by other means does not notice."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from monai_gds.bench import loaders
-from monai_gds.bench.loaders import _write_shard
 from monai_gds.bench.made_up import write_image_folder
 from monai_gds.command.main import app
 from monai_gds.errors import ImageListError
@@ -40,7 +38,7 @@ def rows(output: str) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.mark.parametrize(
     "readers",
     [
-        ["dali", "dali-webdataset", "python-file", "torchvision", "posix", "packed", "kvikio"],
+        ["dali", "python-file", "torchvision", "posix", "packed", "kvikio"],
         pytest.param([], id="all", marks=pytest.mark.long),  # with DeepNVMe's, which is compiled
     ],
     ids="-".join,
@@ -57,7 +55,7 @@ def test_loaders_side_by_side(folder: Path, tmp_path: Path, readers: list[str]) 
     for title in ("encoded bytes to cpu", "decoded to cpu", crops):
         alone = ["the decoder alone"] if title[0] != "e" else []
         assert [row["name"] for row in ceilings[title]] == alone and all(row["median"] for row in ceilings[title])
-        for name in ("dali", "dali-webdataset", "python-file", "posix", "packed"):
+        for name in ("dali", "python-file", "posix", "packed"):
             assert len(found[title, name]["samples"]) == 2
             assert min(found[title, name]["samples"]) > 0
             assert min(found[title, name]["figures"]["CPU µs per image"]["samples"]) > 0
@@ -65,16 +63,6 @@ def test_loaders_side_by_side(folder: Path, tmp_path: Path, readers: list[str]) 
         told = found[title, "torchvision"]
         assert "no row of encoded bytes" in told["reason"] if title[0] == "e" else told["samples"] or told["reason"]
         assert "kvikio" in found[title, "kvikio"]["reason"]
-
-
-def test_the_shard_holds_the_folder(folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    images, shard = list_folder(folder), tmp_path / "images.tar"
-    _write_shard(images, shard)
-    with tarfile.open(shard) as tar:
-        held = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-    expected = {f"{i:08}.jpg": Path(images.path(i)).read_bytes() for i in range(len(images))}
-    expected |= {f"{i:08}.cls": str(int(label)).encode() for i, label in enumerate(images.labels)}
-    assert held == expected
 
 
 def test_loaders_make_their_images() -> None:

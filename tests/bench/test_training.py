@@ -171,11 +171,10 @@ def test_what_is_measured_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Steps:
         """In place of the network."""
 
+        device = torch.device("cpu")
+
         def step(self, batch: object) -> None:
             after(10, processors=1)
-
-        def synchronize(self) -> None:
-            after(3)
 
     def batches() -> Iterator[dict[str, Any]]:
         for seconds in (7, 2, 4):
@@ -184,6 +183,7 @@ def test_what_is_measured_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(training, "cpu_seconds", lambda: used)
+    monkeypatch.setattr(training, "synchronize", lambda device: after(3))
     network: Any = Steps()
     seconds = 7 + 10 + 2 + 10 + 4 + 10 + 3
     assert epoch(network, batches(), 3) == Epoch(seconds, first=7, wait=3, cores=(3 * 13 + 30) / seconds)

@@ -148,9 +148,9 @@ def test_dali_works_so_many_batches_ahead(depth: int | None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prefetch_queue_depth": 0}, "prefetch_queue_depth=0: must be positive"),
+        ({"prefetch_queue_depth": 0}, "prefetch_queue_depth=0: it must be at least 1"),
         ({"prefetch_queue_depth": {"cpu_size": 2}}, "prefetch_queue_depth must be an int"),
-        ({"num_threads": 0}, "num_threads=0: must be positive"),
+        ({"num_threads": 0}, "num_threads=0: it must be at least 1"),
         ({"num_threads": 1.5}, "num_threads must be an int"),
         ({"num_threads": 1, "threads": 1}, "give one of them"),
     ],

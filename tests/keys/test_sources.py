@@ -665,12 +665,6 @@ def test_none_has_no_sources(volume: Path) -> None:
     assert Sources(None, None).identity(str(volume)) is None
 
 
-@pytest.mark.parametrize("policy", ["contents", True, 1])
-def test_another_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match="'content', 'stat', 'once'"):
-        Sources(policy, None)
-
-
 # The working directory, other processes
 
 

@@ -13,18 +13,22 @@ from typing import Any
 
 import monai.apps
 import monai.data
+import nibabel
 import numpy as np
 import pytest
+import torch
 from monai.transforms import (
     Compose,
     EnsureChannelFirstd,
     EnsureTyped,
+    FgBgToIndicesd,
     Identityd,
     LoadImaged,
     RandFlipd,
     RandShiftIntensityd,
     ScaleIntensityd,
     ToTensord,
+    Transform,
     reset_ops_id,
 )
 from monai.utils import set_determinism
@@ -103,6 +107,100 @@ def test_its_attributes_are_there(items: list[dict[str, Any]], patched: Any) -> 
     assert len(ours._cache[1:]) == len(list(ours._cache)[1:]) == 2
     with pytest.raises(TypeError, match="set_data"):
         ours._cache = [1]
+
+
+class Moves(Transform):  # type: ignore[misc]
+    """Names a CUDA device, as ``EnsureTyped(device=)`` does, and needs none."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda:0")
+
+    def __call__(self, data: Any) -> Any:
+        return {**data, "moved": True}
+
+
+def moving() -> Compose:
+    steps = transform().transforms
+    return Compose([*steps[:2], Moves(), ScaleIntensityd("image", 0, 2), *steps[2:]])
+
+
+@pytest.mark.parametrize("copy_cache", [True, False])
+def test_what_is_moved_to_a_gpu_stays_there_and_so_does_the_loader(
+    copy_cache: bool, items: list[dict[str, Any]], patched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Theirs(items, moving(), progress=False, copy_cache=copy_cache)
+    monai.data.CacheDataset(items, moving(), progress=False)
+    monkeypatch.setattr(nibabel, "load", None)  # whoever loads a volume fails
+    ours = monai.data.CacheDataset(items, moving(), progress=False, copy_cache=copy_cache)
+    assert isinstance(ours, GDSDataset) and isinstance(ours, monai.data.CacheDataset)
+    for _ in range(2):
+        assert_same(epoch(ours), epoch(theirs))
+    assert ours[0]["moved"] and ours._cache[0] is ours._cache[0]
+    assert_same(ours._cache[1]["image"], theirs._cache[1]["image"])
+    assert ours.is_cached(3) and "a hit" in ours.explain(3)
+    assert "4 of this pipeline" in str(ours) and "in memory:  4 items" in str(ours)
+    loader = monai.data.ThreadDataLoader(ours, num_workers=0, batch_size=2)
+    assert type(loader) is monai.data.ThreadDataLoader and len([*loader]) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cache_rate": 0.5},
+        {"runtime_cache": True},
+        {"hash_as_key": True},
+        {"transform": Compose([*transform().transforms, Moves()])},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+@pytest.mark.filterwarnings("ignore:cache_num, cache_rate")
+def test_what_is_not_all_kept_on_a_gpu_is_read_from_records(
+    other: dict[str, Any], items: list[dict[str, Any]], patched: Any
+) -> None:
+    """Half of it; when it is first read; once for equal items; moved after a random transform."""
+    ours = monai.data.CacheDataset(items, **{"transform": moving(), "progress": False, **other})
+    with pytest.raises(TypeError, match="set_data"):
+        ours._cache[0]["image"] = 1
+
+
+def test_items_on_a_gpu_follow_set_data_and_are_pickled(items: list[dict[str, Any]], patched: Any) -> None:
+    theirs, ours = Theirs(items[:3], moving(), progress=False), monai.data.CacheDataset(items, moving(), progress=False)
+    ours.set_data(items[:3])
+    for one in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert len(one) == len(one._cache) == 3 and type(one._cache) is list
+        assert_same(epoch(one), epoch(theirs))
+
+
+def test_a_subclass_whose_items_are_on_a_gpu(items: list[dict[str, Any]], patched: Any) -> None:
+    class Paired(monai.data.CacheDataset):  # type: ignore[misc]
+        def pairs(self) -> int:
+            return len(self) // 2
+
+        def set_data(self, data: Any) -> None:
+            super().set_data(data)
+            self.names = [item["name"] for item in data]
+
+    ours = Paired(items, moving(), progress=False)
+    assert isinstance(ours, Paired) and ours.pairs() == 2 and len(ours.names) == 4
+    assert_same(epoch(ours), epoch(Theirs(items, moving(), progress=False)))
+
+
+@pytest.mark.gpu
+def test_a_fast_training_has_its_volumes_on_the_gpu(items: list[dict[str, Any]], patched: Any) -> None:
+    def fast() -> Compose:
+        steps = transform().transforms
+        moved = EnsureTyped(KEYS, device=torch.device("cuda:0"), track_meta=False)
+        return Compose([*steps[:2], FgBgToIndicesd("label"), moved, *steps[2:4]])
+
+    given = {"progress": False, "num_workers": 2, "copy_cache": False}
+    theirs, ours = Theirs(items, fast(), **given), monai.data.CacheDataset(items, fast(), **given)
+    assert ours[0]["image"].is_cuda and type(ours[0]["label_fg_indices"]) is type(theirs[0]["label_fg_indices"])
+    assert_same(epoch(ours), epoch(theirs))
+    batches = []
+    for one in (theirs, ours):
+        one.transform.set_random_state(1)
+        batches.append(list(monai.data.ThreadDataLoader(one, num_workers=0, batch_size=2)))
+    assert_same(batches[1], batches[0])
 
 
 @pytest.mark.parametrize("arguments", [{"cache_num": 2}, {"cache_rate": 0.5}], ids=str)

@@ -13,7 +13,7 @@ import typer
 
 from monai_gds.base.console import progress, progress_bar, say_lines, stderr
 from monai_gds.command.bench import training
-from monai_gds.command.bench_loaders import BatchOption, DatadirOption, image_folder
+from monai_gds.command.bench_loaders import BatchOption, DatadirOption, image_folder, loaders
 from monai_gds.command.bench_tensor import FolderOption, LoopOption
 from monai_gds.command.options import DeviceOption, JsonOption, known_device, one_of
 
@@ -282,6 +282,16 @@ def with_code_by_hand(**arguments: Any) -> None:
 
     PEERS[BY_HAND] = by_hand
     training(**arguments)
+
+
+@app.command("loaders", epilog="Example: python -m tools.bench loaders --make 4000 --reader dali-webdataset")
+@functools.wraps(loaders)
+def with_a_tar_file(**arguments: Any) -> None:
+    from monai_gds.bench.loaders import PEERS
+    from tools.bench.webdataset import NAME, dali_webdataset
+
+    PEERS[NAME] = dali_webdataset
+    loaders(**arguments)
 
 
 @app.command("latency", epilog="Example: python -m tools.bench latency --delay 10")

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from monai_gds.bench.pagecache import drop
+from monai_gds.bench.processor import synchronize
 from monai_gds.bench.report import Row
 from tools.bench.parallel_read import page_aligned, read_parallel
 
@@ -101,8 +102,7 @@ class Ceilings:
         start = time.perf_counter()
         for _ in range(times):
             use_memory()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return (time.perf_counter() - start) * self.nbytes / (times * self._memory.numel())
 
     def _read(self, direct: bool, block: int, threads: int) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from monai_gds.bench.processor import synchronize
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, ImageListError
 from monai_gds.imagenet import dali_iterator, squirrel_source
@@ -277,6 +278,5 @@ def _rate(epoch: Epoch, settings: DaliSettings) -> float:
         if image.shape != (size, 3, SIDE, SIDE) or image.device != settings.device:
             raise RuntimeError(f"a batch of {tuple(image.shape)} on {image.device}: this measures something else")
         count += size
-    if settings.device.type == "cuda":
-        torch.cuda.synchronize(settings.device)
+    synchronize(settings.device)
     return count / (time.perf_counter() - start)

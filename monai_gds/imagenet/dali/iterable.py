@@ -78,9 +78,7 @@ class DaliIterator:
         layouts: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> None:
-        check_int("batch_size", batch_size)
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: at least one sample per batch is needed")
+        check_int("batch_size", batch_size, 1)
         if already_batched and last_batch_policy is not None:
             raise ValueError("last_batch_policy is for samples: a source of batches has already made its last batch")
         self._last_batch = policy_named(None, last_batch_policy)

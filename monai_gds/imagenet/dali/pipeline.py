@@ -73,9 +73,7 @@ def execution(
     chosen = {"num_threads": min(8, cores.usable()), "prefetch_queue_depth": limits.DALI_PREFETCH_BATCHES}
     for name, value in (("num_threads", num_threads), ("prefetch_queue_depth", prefetch_queue_depth)):
         if value is not None:
-            check_int(name, value)
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be positive")
+            check_int(name, value, 1)
             chosen[name] = int(value)
     return chosen if exec_dynamic is None else {**chosen, "exec_dynamic": exec_dynamic}
 

@@ -101,9 +101,10 @@ def pack_folder(
     if is_packed(top):
         return _packed_before(top, images, made)
     with _packing(top, json.dumps({"root": images.root, **plan})):
+        groups = in_groups(range(len(images)), images.sizes.tolist().__getitem__, len(images), most)
         portions = [
-            _Portion(str(top / file_name(number)), _part(images, begin, end), max_side, quality)
-            for number, (begin, end) in enumerate(_ranges(images.sizes.tolist(), most))
+            _Portion(str(top / file_name(number)), _part(images, group[0], group[-1] + 1), max_side, quality)
+            for number, group in enumerate(groups)
         ]
         written = _write_all(portions, executor, progress)
         packed = replace(images, sizes=np.concatenate([record.sizes for record in written]))
@@ -224,12 +225,6 @@ def _part(images: ImageList, begin: int, end: int) -> ImageList:
     return replace(
         images, names=images.names[begin:end], labels=images.labels[begin:end], sizes=images.sizes[begin:end]
     )
-
-
-def _ranges(sizes: list[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges (first, last + 1) of consecutive images, at least one each, of at most ``limit`` bytes together."""
-    for group in in_groups(range(len(sizes)), sizes.__getitem__, len(sizes), limit):
-        yield group[0], group[-1] + 1
 
 
 @contextmanager

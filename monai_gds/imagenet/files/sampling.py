@@ -38,10 +38,12 @@ def policy_named(last_batch: LastBatch | None, last_batch_policy: Any) -> LastBa
     return _DALIS[name]
 
 
-def check_int(name: str, value: object) -> None:
-    """Raises a ValueError that names the argument unless it is an integer, possibly NumPy's."""
+def check_int(name: str, value: object, least: int) -> None:
+    """Raises a ValueError that names the argument unless it is an integer, possibly NumPy's, and not too small."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an int, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name}={value}: it must be at least {least}")
 
 
 def uniform(seed: int, epoch: int, images: np.ndarray, count: int) -> np.ndarray:
@@ -99,19 +101,13 @@ class Sampler:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seed", "shard_id", "num_shards"):
-            check_int(name, getattr(self, name))
-        check_int("window", window := 1 if self.window is None else self.window)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size}: at least one image per batch is needed")
-        if self.num_shards < 1 or not 0 <= self.shard_id < self.num_shards:
-            raise ValueError(f"shard_id={self.shard_id} must be at least 0 and below num_shards={self.num_shards}")
+        for name, least in (("batch_size", 1), ("seed", 0), ("shard_id", 0), ("num_shards", 1)):
+            check_int(name, getattr(self, name), least)
+        check_int("window", 1 if self.window is None else self.window, 1)
+        if self.shard_id >= self.num_shards:
+            raise ValueError(f"shard_id={self.shard_id} must be below num_shards={self.num_shards}")
         if self.last_batch not in get_args(LastBatch):
             raise ValueError(f"last_batch={self.last_batch!r} must be one of {', '.join(get_args(LastBatch))}")
-        if window < 1:
-            raise ValueError(f"window={self.window}: at least one file is needed")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
         if self.count < self.num_shards:
             raise ValueError(f"{self.count} images cannot be spread over num_shards={self.num_shards}")
         if len(self) == 0:

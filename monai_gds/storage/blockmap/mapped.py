@@ -11,7 +11,6 @@ Neither is possible with a plain map, which holds nothing but blocks.
 from __future__ import annotations
 
 import errno
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from monai_gds.base.checksum import checksums
-from monai_gds.errors import FileChanged, NotMappable
+from monai_gds.errors import FileChanged, NotMappable, warn
 from monai_gds.storage.blockmap.block_map import BlockMap
 from monai_gds.storage.blockmap.inodes import InodeTable, inode_table
 from monai_gds.storage.blockmap.saved import FileBlocks, Origin
@@ -73,7 +72,7 @@ class MappedFiles:
         self._table: InodeTable | None = None
         self._looked_for_table = False
         if not blocks.has_checksums:
-            warnings.warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, stacklevel=6)
+            warn(_UNNOTICED if blocks.origin else _UNNOTICED_BY_PLAIN, UserWarning)
 
     def entry(self, path: str, expected: Expected, device: int = 0) -> FileBlocks:
         """A file's entry. ``device`` counts as its ``st_dev``. Raises as :func:`lookup`, and FileChanged."""
@@ -128,7 +127,7 @@ class MappedFiles:
 
             self._table, self._looked_for_table = inode_table(origin.kind, read), True
             if self._table is None:
-                warnings.warn(_NO_INODES, stacklevel=2)
+                warn(_NO_INODES, UserWarning)
         return None if self._table is None else _Inodes(self._table, self._disk, origin, new)
 
 

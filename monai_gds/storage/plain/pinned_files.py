@@ -16,13 +16,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
 
+from monai_gds.errors import warn
 from monai_gds.storage import files, memory, staging
 from monai_gds.storage.files import Expected, FileId
 
@@ -138,7 +138,7 @@ class PinnedFiles:
             self._drop(path, None, file.size)
             if not self._refused:
                 self._refused = True
-                warnings.warn(f"{path} and further files are copied as without pinned_bytes: {e}", stacklevel=2)
+                warn(f"{path} and further files are copied as without pinned_bytes: {e}", UserWarning)
         else:
             with self._lock:
                 self._held[path] = pinned

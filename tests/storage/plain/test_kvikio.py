@@ -125,7 +125,7 @@ class TestKvikioSimulated(WriteContract):
     """What the backend itself can get wrong, without KvikIO and CUDA."""
 
     # These make tensors on the device in ways that are not simulated.
-    test_a_tensor_of_anything_but_bytes_is_not_written = None
+    test_only_tensors_of_bytes_are_written = None
     test_reads_back_what_it_wrote = None
     test_never_writes_over_a_file = None
 

@@ -138,7 +138,7 @@ class TestBlocksToCudaBuffers(OnADisk, CudaBackendContract, WriteContract):
                 pending.wait()
             assert [bytes_of(t) for t in pending.tensors[:10]] == [content(5000, i) for i in range(10)]
 
-    def test_a_full_disk_is_an_error_and_no_more(self, storage: Storage, folder: Path) -> None:
+    def test_a_full_disk_is_an_error_that_breaks_nothing_else(self, storage: Storage, folder: Path) -> None:
         with small_disk(folder) as other, pytest.raises(OSError, match=r"big\.bin") as caught:
             storage.write(str(other / "big.bin"), [b"head", self.dest(storage, 32 << 20)])
         assert caught.value.errno == errno.ENOSPC
@@ -964,8 +964,9 @@ class TestUserSpace:
         with pytest.warns(UserWarning, match="the block map has no checksums.*--checksums"):
             opened(**drive, blockmap=BlockMap.build(disk.folder / "set"))
         BlockMap.build(disk.folder / "set").plain().save(tmp_path / "plain.json")
-        with pytest.warns(UserWarning, match="a plain block map holds neither.*--checksums"):
+        with pytest.warns(UserWarning, match="a plain block map holds neither.*--checksums") as said:
             storage = open_storage("xnvme-block", "cpu", **drive, blockmap=tmp_path / "plain.json")
+        assert said[0].filename == __file__
         with closing(storage), _unmounted(disk):
             (data,) = storage.load(Reads.of("set/file.bin", [(0, 3_000_320)])).wait()  # all of its blocks
             assert bytes_of(data) == content(3_000_000) + bytes(320)

@@ -65,7 +65,7 @@ TARGETS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class OnADisk(BackendContract):
     target = "cpu"
 
-    test_reads_on_where_a_call_returned_less = None  # a controller's command reads all of its blocks or fails
+    test_continues_after_a_short_read = None  # a controller's command reads all of its blocks or fails
 
     @pytest.fixture(scope="class")
     @classmethod
