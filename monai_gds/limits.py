@@ -317,8 +317,8 @@ DRAWS_BETWEEN_EPOCHS = 8
 #: Smaller arrays and tensors of a batch from a worker are pickled with it. Each larger one costs some 10 us.
 PICKLED_BUFFER_BYTES = 16 << 10
 
-#: Batches of this many bytes are stacked in pooled memory. The kernel would zero fresh memory page by page.
-POOLED_BATCH_BYTES = 8 << 20
+#: Batches of this many bytes, a huge page, are stacked in pooled memory. The kernel zeroes fresh memory by the page.
+POOLED_BATCH_BYTES = 2 << 20
 
 #: Memory that the pool keeps for the next batches when nothing uses it.
 POOL_BYTES = 32 << 20

@@ -145,8 +145,8 @@ def test_users_without_a_name_here_are_told_by_their_numbers(laid: Laid) -> None
     assert laid.findings(answers())["sharing"].found == "61001 and the group 61100 can read and add records"
 
 
-def test_a_drive_of_another_machine_is_told_and_is_no_local_nvme_drive(laid: Laid) -> None:
-    """Simulated: an NVMe drive over TCP looks like a local one by its name."""
+def test_simulated_a_drive_of_another_machine_is_told_and_is_no_local_nvme_drive(laid: Laid) -> None:
+    """An NVMe drive over TCP looks like a local one by its name."""
     laid.with_gpu()
     laid.on_nvme()
     laid.ready_for_p2pdma()
@@ -163,7 +163,7 @@ def test_a_drive_of_another_machine_is_told_and_is_no_local_nvme_drive(laid: Lai
     assert "an NVMe drive" in found["p2pdma"].found, "only local drives reach the GPU by themselves"
 
 
-def test_a_volume_over_iscsi_is_in_another_machine_before_it_is_a_spinning_disk(laid: Laid) -> None:
+def test_simulated_a_volume_over_iscsi_is_in_another_machine_before_it_is_a_spinning_disk(laid: Laid) -> None:
     laid.over_iscsi()
     row = laid.findings(answers())["directory"]
     assert "ext4 on /dev/sdb (in another machine: iSCSI)" in row.found

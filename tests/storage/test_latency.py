@@ -113,7 +113,7 @@ def test_whether_a_file_was_replaced_takes_no_request(disk: SlowDisk, files: Seq
 def test_a_ring_that_the_kernel_refuses_is_done_with_the_memory_when_it_returns(
     disk: SlowDisk, files: Sequence[str], ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel had taken the commands, and is still opening the files. Their memory may be another's a moment later."""
+    """The kernel has taken the commands, and opens the files. Their memory may be another read's a moment later."""
     call, reads = uring._call, whole(files[:5])
     into = torch.zeros(int(reads.sizes[0]), dtype=torch.uint8)
 

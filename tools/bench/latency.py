@@ -34,6 +34,9 @@ __all__ = ["measure"]
 
 REFERENCE = "pread, 64 threads"
 
+#: Of this process, without the server's.
+_CPU = "CPU µs per file"
+
 #: Reads all files once.
 Pass = Callable[[], object]
 
@@ -66,16 +69,21 @@ def measure(settings: Settings) -> list[Report]:
 
 def _compared(disk: SlowDisk, settings: Settings, title: str, passes: dict[str, Pass], delay: float) -> Report:
     samples: dict[str, list[float]] = {name: [] for name in passes}
+    spent: dict[str, list[float]] = {name: [] for name in passes}
     most = dict.fromkeys(passes, 0)
     for repeat in range(settings.repeats + 1):
         for name, read in passes.items():
             disk.set_delay(delay / 1000)
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             read()
             if repeat:  # the first pass warms up
                 samples[name].append(settings.files / (time.perf_counter() - begin))
+                spent[name].append((time.process_time() - cpu) / settings.files * 1e6)
                 most[name] = max(most[name], disk.most_in_flight)
-    rows = [Row(name, tuple(samples[name]), notes={"opens in flight": str(most[name])}) for name in passes]
+    rows = [
+        Row(name, tuple(samples[name]), "", {"opens in flight": str(most[name])}, {_CPU: tuple(spent[name])})
+        for name in passes
+    ]
     return Report(f"{settings.files} {title}, {delay:g} ms per open", "files/s", rows, reference=REFERENCE)
 
 

@@ -28,7 +28,7 @@ from monai_gds.storage import files, plan
 from monai_gds.storage.backend import Availability
 from monai_gds.storage.blocking import BlockingBackend, OpenFiles, naming_file
 from monai_gds.storage.files import ALIGNMENT, Expected, FileId
-from monai_gds.storage.memory import map_privately
+from monai_gds.storage.memory import HUGE, map_privately
 from monai_gds.storage.pending import Pending
 from monai_gds.storage.plain.pinned_files import PinnedFiles
 from monai_gds.storage.plain.small_files import read_small_files, ring_of_this_thread
@@ -84,9 +84,9 @@ class PosixBackend(BlockingBackend):
         return Availability(True, "threads over preadv" + ("" if device.type == "cuda" else ", private mappings"))
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        if nbytes >= limits.MAP_BYTES or self.direct_io or self.device.type != "cpu":
+        if nbytes >= 2 * HUGE or self.direct_io or self.device.type != "cpu":
             return super().memory(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # a page that nobody fills costs as much again
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # finding the begin of a page costs as much again
 
     def _open(self, path: str, expected: Expected) -> _Handle:
         fd = files.open_file(path, expected)

@@ -28,6 +28,7 @@ def test_every_method_reads_all_files_at_each_delay() -> None:
         assert report["rows"][0]["name"] == REFERENCE
         for row in report["rows"]:
             assert len(row["samples"]) == 1
+            assert min(row["figures"]["CPU µs per file"]["samples"]) > 0
             assert int(row["notes"]["opens in flight"]) > (30 if "20 ms" in report["title"] else 0)
 
 
