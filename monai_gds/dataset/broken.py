@@ -14,8 +14,7 @@ import torch
 from monai.data import PersistentDataset
 
 from monai_gds.errors import BrokenItem, CacheWarning, FailedItem, causes
-from monai_gds.keys.libraries import library_of
-from monai_gds.pipeline.words import in_words, path_of, paths_of
+from monai_gds.pipeline.words import in_words, own_line, path_of, paths_of
 from monai_gds.shared.notes import FOLDER
 
 #: The share of a dataset's items that may be broken: beyond it, something else is wrong.
@@ -62,12 +61,7 @@ def of_own_code(error: BaseException) -> BaseException | None:
     The frames of MONAI, of the library that loads, and of this package take more than a screen.
     """
     *_, cause = causes(error)
-    step = cause.__traceback__
-    while step is not None:
-        if library_of(step.tb_frame.f_globals.get("__name__")) is None:
-            return cause
-        step = step.tb_next
-    return None
+    return cause if own_line(cause) else None
 
 
 def _path_at(cause: BaseException, item: Any) -> str | None:

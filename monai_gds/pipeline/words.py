@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from monai_gds.errors import MonaiGdsError, causes
+from monai_gds.keys.libraries import library_of
 
 #: The most paths that a note names, and the most characters of each.
 _MOST_PATHS = 4
@@ -96,7 +97,10 @@ def path_of(data: Sequence[Any], index: int) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Types and messages of an error and its causes: MONAI's own error names the transform, its cause the reason."""
+    """Types and messages of an error and its causes, and the line of the user's that led to the first of these.
+
+    MONAI's own error names the transform, and its cause the reason.
+    """
     words = []
     added = (note for note in getattr(error, "__notes__", ()) if not note.startswith(_BECAUSE))
     notes = "".join(f" ({' '.join(note.split())})" for note in added)
@@ -104,4 +108,16 @@ def in_words(error: BaseException) -> str:
         raised = _RAISED.search(str(cause)) if type(cause).__name__ == _REMOTE else None
         text = raised[1] if raised else f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         words.append(text[:_WORDS])
+    if line := own_line(cause):
+        words[-1] += f", at {line}"
     return ", because of ".join(words) + notes
+
+
+def own_line(error: BaseException) -> str:
+    """File and number of the last line of the user's own code that led to an error; empty if none did."""
+    line, step = "", error.__traceback__
+    while step is not None:
+        if library_of(step.tb_frame.f_globals.get("__name__")) is None:
+            line = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        step = step.tb_next
+    return line

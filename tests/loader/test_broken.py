@@ -280,11 +280,15 @@ def test_a_corrupt_volume_is_named_first_on_one_screen(cut: GDSDataset, way: Cal
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
 
 
-class LoadOwn(Transform):  # type: ignore[misc]  # MONAI is untyped
-    """A loader of the user's."""
+class OwnError(Transform):  # type: ignore[misc]  # MONAI is untyped
+    """A transform of the user's that fails."""
 
     def __call__(self, data: Any) -> Any:
         return data["no such entry"]
+
+
+class LoadOwn(OwnError):
+    """A loader of the user's."""
 
 
 @pytest.mark.parametrize("way", [lambda d: d[1], *(lambda d, n=n: list(GDSDataLoader(d, n)) for n in (0, 1))])
@@ -296,6 +300,18 @@ def test_an_error_in_a_loader_of_the_users_shows_its_line(
         way(dataset)
     text = "".join(traceback.format_exception(caught.value))
     assert 'return data["no such entry"]' in text and len(text.splitlines()) < 40
+
+
+@pytest.mark.parametrize("fails", [LoadOwn, OwnError])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_populate_names_the_line_of_an_error_in_a_transform_of_the_users(
+    cut: GDSDataset, tmp_path: Path, workers: int, fails: type
+) -> None:
+    dataset = GDSDataset(cut.data, Compose([fails()]), tmp_path / "own", "cpu")
+    line = fails.__call__.__code__.co_firstlineno + 1
+    with pytest.raises(PopulateError, match=rf"KeyError: 'no such entry', at {__file__}:{line}") as caught:
+        dataset.populate(workers, progress=False)
+    assert all(f"{__file__}:{line}" in one.error for one in caught.value.failures)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
