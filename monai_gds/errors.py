@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import FrameType, TracebackType
 
 __all__ = [
     "BackendUnavailable",
@@ -356,7 +357,7 @@ class CacheWarning(UserWarning):
         return printable(super().__str__())
 
 
-#: Packages whose code lies between a user's line and a warning of ours.
+#: Packages whose code lies between a user's line and a warning or an error of ours.
 _BETWEEN = frozenset(
     {"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer", "typing"}
 )
@@ -365,6 +366,31 @@ _BETWEEN = frozenset(
 def warn(message: str, kind: type[Warning] = CacheWarning) -> None:
     """Gives a warning at the line of the user's that led here; in a thread of ours there is none."""
     frame, level = sys._getframe(1), 2
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+    while frame is not None and _is_between(frame):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     warnings.warn(message, kind, stacklevel=level)
+
+
+def shorten(error: BaseException) -> None:
+    """Leaves an error only the frames of the user's code, if its message or cause says what the others would.
+
+    The cause of MONAI's error of a transform has the frames of that transform.
+    """
+    if isinstance(error, (BrokenItem, NotSaved, PopulateError)):
+        error.__cause__ = None
+    elif error.__cause__ is None or not str(error).startswith("applying transform "):
+        return
+    error.__traceback__ = _of_the_user(error.__traceback__)
+
+
+def _of_the_user(frames: TracebackType | None) -> TracebackType | None:
+    if frames is None:
+        return None
+    rest = _of_the_user(frames.tb_next)
+    if _is_between(frames.tb_frame):
+        return rest
+    return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
+
+
+def _is_between(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN

@@ -46,16 +46,17 @@ BETWEEN = r"(?<=<!-- {0} -->\n).*?(?=<!-- end of {0} -->)"
 def read(path: Path) -> tuple[dict[str, Any], list[Report]]:
     """The circumstances of a run, and its tables, of a file that a benchmark wrote with ``--json``."""
     found = json.loads(path.read_text())
-    reports = []
+    reports, workers = [], found["about"].get("workers", "n")
     for report in found["reports"]:
-        rows, ceilings = ([_row(row) for row in report[which]] for which in ("rows", "ceilings"))
+        rows, ceilings = ([_row(row, workers) for row in report[which]] for which in ("rows", "ceilings"))
         reports.append(Report(report["title"], report["unit"], rows, report["reference"], ceilings))
     return found["about"], reports
 
 
-def _row(row: dict[str, Any]) -> Row:
+def _row(row: dict[str, Any], workers: int | str) -> Row:
     figures = {heading: tuple(found["samples"]) for heading, found in row.get("figures", {}).items()}
-    return Row(row["name"], tuple(row["samples"]), row["reason"], row["notes"], figures)
+    name = row["name"].replace("n workers", f"{workers} workers")
+    return Row(name, tuple(row["samples"]), row["reason"], row["notes"], figures)
 
 
 def draw(reports: Sequence[Report], caption: str = "") -> Any:
@@ -93,7 +94,7 @@ def _draw(report: Report, axes: Any) -> None:
             label = f"{row.name}: {report.cells(row)[1]}"
             axes.axvline(row.median, color=f"C{number + 1}", linestyle="--", linewidth=1, label=label)
     if any(row.samples for row in report.ceilings):
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)  # below the unit
     axes.set_title(textwrap.fill(report.title, 36), fontsize=9)
     axes.set_xlabel(report.unit)
     axes.tick_params(labelsize=8)
@@ -107,12 +108,10 @@ def seconds(path: Path = TRAINING) -> tuple[dict[str, Any], Report]:
         the ceiling's, where it has figures.
     """
     about, (report,) = read(path)
-    many = f"{about['workers']} workers"
 
     def in_seconds(row: Row) -> Row:
         notes = {} if row.median is None else {"ratio": f"{row.median:.2f}"}
-        name = row.name.replace("n workers", many)
-        return replace(row, name=name, samples=row.figures.get(EPOCH, ()), notes=notes, figures={})
+        return replace(row, samples=row.figures.get(EPOCH, ()), notes=notes, figures={})
 
     rows, ceilings = ([in_seconds(row) for row in some] for some in (report.rows, report.ceilings))
     return about, replace(report, unit="seconds per epoch", rows=rows, ceilings=ceilings)

@@ -29,6 +29,9 @@ WAYS = (DIRECT, COMPATIBLE, STAGED, MAPPED, KEPT, HOST)
 #: Begins the name of a count: what a transform made on the CPU, to be copied to the device.
 MADE = "made on the CPU by "
 
+#: Begins the name of a count: the steps of programs that do what a transform does.
+STEPS = "steps of "
+
 #: Seconds and counts of a watch.
 Measurements: TypeAlias = "tuple[dict[tuple[str, str], float], dict[str, int]]"
 
@@ -39,8 +42,8 @@ class Watch:
     Attributes:
         seconds: the seconds of each stage and part of it, such as ``("random transforms", "RandFlipd")``.
         counts: ``"hits"``, ``"computed"`` (items), ``"bytes"`` that were read of records, the bytes that are
-            ``"stored"`` there, those that each of :data:`WAYS` served, and, after :data:`MADE`, those that a
-            transform's name made on the CPU for another device.
+            ``"stored"`` there, those that each of :data:`WAYS` served, and for a transform's name, after :data:`MADE`,
+            the bytes that it made on the CPU for another device, and after :data:`STEPS` the steps of its programs.
         in_workers: whether other processes measured a part of this.
         stream: a CUDA stream, whose work counts to the stage that began it; None: no stage waits for a device.
     """

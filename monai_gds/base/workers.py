@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
@@ -22,13 +22,13 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import end_with_parent, print_past_bars, undisturbed
-from monai_gds.errors import WorkerDied, warn
+from monai_gds.errors import WorkerDied, shorten, warn
 
 _log = logging.getLogger("monai_gds")
 
@@ -141,10 +141,14 @@ class Workers(Generic[T]):
         error = BrokenProcessPool() if inner.cancelled() else inner.exception()
         if isinstance(error, BrokenProcessPool) and self._closed and not self.broken:
             outer.set_exception(WorkerDied(f"the workers were closed before they had done {argument!r}"))
-        elif error is None:
-            outer.set_result(inner.result())
-        else:
+        elif error is not None:
             outer.set_exception(self._died(error) if isinstance(error, BrokenProcessPool) else error)
+        elif isinstance(found := inner.result(), _Raised):
+            remote = _RemoteTraceback(f"\n{found.frames.rstrip()}")  # type: ignore[arg-type] # it takes text
+            found.error.__cause__ = remote if found.frames else None
+            outer.set_exception(found.error)
+        else:
+            outer.set_result(found)
 
     def _died(self, error: BaseException) -> WorkerDied:
         self.broken = True
@@ -314,15 +318,22 @@ def _problem_of_this_worker() -> str:
     return _problem
 
 
+class _Raised(NamedTuple):
+    """What the function raised, and the traceback as far as the error itself does not tell it."""
+
+    error: Exception
+    frames: str
+
+
 def _run(argument: Any) -> Any:
     try:
         return _work(argument)
     except Exception as e:
-        error = _portable(e)
-    try:  # outside the handler: Dask has pickle take an error's context along, which may be what pickle cannot preserve
-        raise error
-    finally:
-        del error  # its traceback holds this frame
+        shorten(e)
+        portable, frames = _portable(e), ""
+        if portable is e and (told := e if e.__traceback__ else e.__cause__) is not None:
+            frames = "".join(traceback.format_exception(told))
+        return _Raised(portable.with_traceback(None), frames)  # or this frame would hold the error, and it this frame
 
 
 def _portable(error: Exception) -> Exception:

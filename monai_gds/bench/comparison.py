@@ -25,6 +25,7 @@ from monai.data import CacheDataset, Dataset, PersistentDataset, ThreadDataLoade
 from monai.transforms import Compose
 from rich.progress import Progress
 
+from monai_gds.base import cores
 from monai_gds.bench.pagecache import drop, warmth
 from monai_gds.bench.processor import synchronize
 from monai_gds.bench.report import Report, Row
@@ -151,6 +152,14 @@ class Entrant:
     def files(self) -> list[Path]:
         """The files of its cache."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
+
+
+def busy() -> str:
+    """What to say of a machine that does other work, before a comparison; empty if it does not."""
+    usable, load = cores.usable(), os.getloadavg()[0]
+    if load <= usable / 2:
+        return ""
+    return f"This machine is busy (load {load:.1f} on {usable} cores), which hides differences, and may invent some."
 
 
 def batches_of(loader: Iterable[Any]) -> AbstractContextManager[Iterator[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,8 @@ from monai.transforms import (
     Spacingd,
 )
 
-from monai_gds.base import cores
 from monai_gds.base.console import progress, say, show, stdout
-from monai_gds.bench.comparison import META, MONAIS_DATASETS, OURS, OURS_LOADER, Comparison, Competitor, compare
+from monai_gds.bench.comparison import META, MONAIS_DATASETS, OURS, OURS_LOADER, Comparison, Competitor, busy, compare
 from monai_gds.bench.report import Report, Row, differ
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.loader import GDSDataLoader
@@ -89,9 +87,8 @@ def run(
     competitors = {**peers, OURS: Competitor(ours), OURS_LOADER: Competitor(ours, GDSDataLoader)}
     with ours(items, Compose(deterministic()), cache / "0", target) as half:
         say(f"target {target}, backend {half.backend} ({half.backend_reason})")
-    usable, load = cores.usable(), os.getloadavg()[0]
-    if load > usable / 2:
-        say(f"This machine is busy (load {load:.1f} on {usable} cores), which hides differences, and may invent some.")
+    if warning := busy():
+        say(warning)
     reports = []
     with progress(stdout) as bars:
         for number, (what, transform) in enumerate(pipelines(size).items()):

@@ -97,17 +97,18 @@ def beside_others(
     """Cached epochs over the first items of a dataset, with its settings and its own cache, compared with MONAI's."""
     data = [dataset.data[index] for index in range(min(items, len(dataset)))]
 
-    def make(items: Sequence[Any], transform: Compose, folder: Path, device: torch.device) -> GDSDataset:
+    def make(items: Sequence[Any], transform: Compose, folder: Path | None, device: torch.device) -> GDSDataset:
         view = copy(dataset)
         view.data = items
         view.settings = replace(view.settings, cache_dir=folder, local_dir=None, max_bytes=None)
         return view
 
+    first = make(data, dataset.transform, None, dataset.device)[0]  # not by the transforms: errors name the file
     ours = {OURS: Competitor(make), OURS_LOADER: Competitor(make, GDSDataLoader)}
     comparison = _Own(
         f"the first {len(data)} items of {len(dataset)} to {dataset.device}, batch {batch_size}, "
         f"page cache {'dropped' if cold else 'warm'}",
-        data, dataset.transform, _keys(dataset.transform(data[0])), dataset.device, folder, {**ours, **MONAIS_DATASETS},
+        data, dataset.transform, _keys(first), dataset.device, folder, {**ours, **MONAIS_DATASETS},
         repeats, batch_size, cold=cold,
     )  # fmt: skip
     report = compare(comparison, progress)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from monai_gds.base import cores
-from monai_gds.base.console import progress, stderr
+from monai_gds.base.console import progress, say, stderr
 from monai_gds.command import options
 from monai_gds.command.bench_loaders import loaders
 from monai_gds.command.bench_tensor import app as tensor_app
@@ -50,18 +50,22 @@ def dataset(
     """Compare cached epochs over your pipeline with those of MONAI's datasets.
 
     GDSDataset has the settings of your dataset, and all of them start with
-    empty caches. CacheDataset keeps its items in memory. The datasets take
-    turns, epoch by epoch. Every batch is counted and copied to the device;
+    empty caches. CacheDataset keeps its items in memory, and PersistentDataset
+    "+ meta" (track_meta=True, weights_only=False) their metadata. The datasets
+    take turns, epoch by epoch. Every batch is counted and copied to the device;
     every byte is compared once with the result of the transforms. With --cold,
     a column shows whose files were in the page cache anyway.
     """
     own = dataset_from(function, arguments or [])
+    from monai_gds.bench.comparison import busy
     from monai_gds.bench.own_pipeline import beside_others
     from monai_gds.bench.report import emit, machine
 
-    drive = cache_dir or own.cache_dir
+    drive, warning = cache_dir or own.cache_dir, busy()  # now: these epochs are work, too
     with tempfile.TemporaryDirectory(prefix="monai-gds-bench-", dir=drive) as folder, progress() as bars:
         report = beside_others(own, Path(folder), items, batch_size, repeats, cold, bars)
+    if warning:
+        say(warning, stderr)
     emit([report], as_json=as_json, about={**machine(own.device), "batch size": batch_size})
 
 

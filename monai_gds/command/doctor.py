@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,8 @@ from monai_gds.doctor import Diagnosis, Finding, NoSuchDevice, Status, examine
 app = typer.Typer()
 
 _STYLES = {
-    Status.OK: "green", Status.NOTE: "yellow", Status.MISSING: "bright_black", Status.FAILED: "bold red",
+    Status.OK: "green", Status.NOTE: "yellow", Status.MISSING: "yellow", Status.OPTIONAL: "bright_black",
+    Status.FAILED: "bold red",
 }  # fmt: skip
 
 
@@ -89,9 +91,11 @@ def show(report: Diagnosis) -> None:
 
 
 def _merged(findings: Iterable[Finding]) -> Iterable[tuple[str, Finding]]:
-    """Findings with the same text share a row, at the place of the first."""
+    """Findings with the same text share a row, at the place of the first. What is optional is not to be done."""
     rows: dict[tuple[Status, str, str], list[Finding]] = {}
     for finding in findings:
+        if finding.status is Status.OPTIONAL and finding.remedy:
+            finding = replace(finding, found=f"{finding.found}; to have it: {finding.remedy}", remedy="")
         rows.setdefault((finding.status, finding.found, finding.remedy), []).append(finding)
     for same in rows.values():
         yield ", ".join(finding.name for finding in same), same[0]

@@ -114,6 +114,8 @@ def demo(
     """Make volumes, run epochs over them with GDSDataset and MONAI's datasets, and compare times and volumes.
 
     The datasets take turns, epoch by epoch, under the same random numbers.
+    PersistentDataset "+ meta" (track_meta=True, weights_only=False) is the one
+    that keeps metadata, as GDSDataset does.
     """
     from monai_gds.bench import demo as job
     from monai_gds.bench.made_up import find_pairs, write_volumes

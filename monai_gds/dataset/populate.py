@@ -23,7 +23,7 @@ from monai_gds.dataset.making import Saved, misses_in_words, why_missed
 from monai_gds.dataset.ranks import RankLost, Ranks
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.session import Session
-from monai_gds.errors import FailedItem, NotSaved, PopulateError, UnsupportedType, WorkerDied, warn
+from monai_gds.errors import FailedItem, NotSaved, PopulateError, UnsupportedType, WorkerDied, shorten, warn
 from monai_gds.folder.budget import limit_of
 from monai_gds.pipeline.settings import of_process
 from monai_gds.pipeline.words import in_words, path_of
@@ -134,6 +134,9 @@ def populate(
             why = why_missed(cache, session.key(0))  # before records of this run are in the index
     try:
         done = _fill(session.for_worker(convert=convert), num_workers, executor, progress, ranks)
+    except Exception as e:
+        shorten(e)
+        raise
     finally:
         session.settings.tidy()
     folder = session.settings.folders[0]

@@ -31,6 +31,7 @@ from monai_gds.pipeline.words import naming
 from monai_gds.programs.ghostly import is_ghost
 from monai_gds.programs.program import Asked, Program, tensors_in
 from monai_gds.programs.recorder import Recorded, Recorder, RecordGone, Refusal, record_item
+from monai_gds.programs.recording import without_dynamo
 from monai_gds.programs.replay import GuardFailed, answered, replay
 from monai_gds.programs.trust import Made, Trust
 from monai_gds.records.pending import PendingItem, Volumes
@@ -106,6 +107,7 @@ def draw(
     if lazy is None:
         return Answer(saved)
     split = session.split()
+    without_dynamo()
     seed_everything(split.steps(), *seed)
     stages.enter("random transforms", "recording")
     drew: set[int] = set()
@@ -278,9 +280,12 @@ class Programmed:
         if program is None or values is None:
             return None
         stages.enter("random transforms", "replay")
-        for step, nbytes in program.made if stages.watching() else ():
-            if _can_make_it_there(kind := type(self._split.steps()[step])):
-                stages.count(stages.MADE + kind.__name__, nbytes)
+        kinds = [type(step) for step in self._split.steps()] if stages.watching() else []
+        for step, count in program.counts if kinds else ():
+            stages.count(stages.STEPS + kinds[step].__name__, count)
+        for step, nbytes in program.made if kinds else ():
+            if _can_make_it_there(kinds[step]):
+                stages.count(stages.MADE + kinds[step].__name__, nbytes)
         try:
             return replay(program, values, self._session.target())
         except GuardFailed as e:

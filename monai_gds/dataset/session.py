@@ -30,7 +30,7 @@ from monai_gds.dataset.item_keys import ItemKeys
 from monai_gds.dataset.making import Maker, Misses, Saved, computing, in_words, is_the_users, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
-from monai_gds.errors import BrokenItem, NotSaved, UnsupportedType, WorkerDied, warn
+from monai_gds.errors import NotSaved, UnsupportedType, WorkerDied, shorten, warn
 from monai_gds.folder.budget import Budget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.index import Index
@@ -420,10 +420,7 @@ class Begun(Turn):
             drawn = self.queue.take(self)
         if drawn is not None and self._cache is not None and self._key is not None:
             self._hit(self._cache, self._key)
-        try:
-            self._arrived = (self.finish(), 0) if drawn is None else drawn
-        except BrokenItem as e:
-            raise e.with_traceback(None)  # noqa: B904 (how it came to be computed says nothing of the file)
+        self._arrived = (self.finish(), 0) if drawn is None else drawn
 
     def end(self) -> Any:
         """The item on the device, after its random transforms. If it was not cached, it is computed and saved."""
@@ -434,6 +431,9 @@ class Begun(Turn):
                 if session.own_end:
                     return session.dataset._post_transform(item)
                 return session.runtime.loops.after(session.split(), item, done)
+        except Exception as e:
+            shorten(e)
+            raise
         finally:
             if self.queue is not None:
                 self.queue.go_on()

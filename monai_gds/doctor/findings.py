@@ -28,13 +28,15 @@ _OF_CUFILE = ("ext4", "xfs")
 
 
 class Status(StrEnum):
-    """OK: it works. NOTE: it works, but could be better. MISSING: not there, and optional. FAILED: the default does not
-    work because of it. UNUSED: it would not help on this machine.
+    """OK: it works. NOTE: it works, but could be better. MISSING: not there, and the default would use it. OPTIONAL:
+    not there, and only those who ask for it need it. FAILED: the default does not work because of it. UNUSED: it would
+    not help on this machine.
     """
 
     OK = "ok"
     NOTE = "note"
     MISSING = "missing"
+    OPTIONAL = "optional"
     FAILED = "failed"
     UNUSED = "unused"
 
@@ -378,7 +380,7 @@ def libxnvme(answers: Answers) -> Finding:
     values = answer.values
     if "found" not in values:
         problem = answer.error or str(values["problem"])
-        return Finding("libxnvme", Status.MISSING, problem, str(values.get("remedy", "")))
+        return Finding("libxnvme", Status.OPTIONAL, problem, str(values.get("remedy", "")))
     built = f"; built with {', '.join(values['drivers'])}" if values["drivers"] else ""
     if values["sharing"]:
         built += f"; several processes can read one drive by {', '.join(values['sharing'])}"
@@ -409,7 +411,9 @@ def backends(answers: Answers) -> Iterator[Finding]:
             yield Finding(name, Status.MISSING, f"its probe failed: {answer.error}", details={"ok": False})
             continue
         values = answer.values
-        status = Status.OK if values["ok"] else Status.MISSING if values["of_use"] else Status.UNUSED
+        status = Status.OK if values["ok"] else Status.UNUSED
+        if values["of_use"] and not values["ok"]:
+            status = Status.MISSING if values["by_default"] else Status.OPTIONAL
         yield Finding(name, status, values["reason"], values["remedy"], {"ok": values["ok"]})
 
 
@@ -418,7 +422,9 @@ def dali(answers: Answers) -> Finding:
     answer = answers.get("dali", _NOT_ASKED)
     if not answer:
         found, _, remedy = answer.error.partition(": pip install ")
-        return Finding("dali", Status.MISSING, found, f"pip install {remedy}" if remedy else "")
+        if not remedy:
+            return Finding("dali", Status.MISSING, found)
+        return Finding("dali", Status.OPTIONAL, found, f"pip install {remedy}")
     return Finding("dali", Status.OK, f"NVIDIA DALI {answer.values['version']}", "", answer.values)
 
 

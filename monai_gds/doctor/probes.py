@@ -58,12 +58,15 @@ def dali() -> dict[str, Any]:
 
 
 def backend(name: str, device: str | None) -> dict[str, Any]:
-    """Whether a backend works here: ``ok``, ``reason``, ``remedy``, and ``of_use``: whether it serves the device."""
+    """Whether a backend works here: ``ok``, ``reason``, ``remedy``; whether it serves the device (``of_use``), and
+    whether ``auto`` would choose it (``by_default``).
+    """
     from monai_gds.storage.backend import CUDA_ONLY
-    from monai_gds.storage.registry import probe_backend
+    from monai_gds.storage.registry import AUTO, probe_backend, resolve_device
 
     found = probe_backend(name, device)
-    return {**asdict(found), "of_use": found.reason != CUDA_ONLY}
+    by_default = name in AUTO[resolve_device(device).type]
+    return {**asdict(found), "of_use": found.reason != CUDA_ONLY, "by_default": by_default}
 
 
 def io_uring() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.repeats import compare_seeds
-from monai_gds.errors import BrokenItem
+from monai_gds.errors import shorten
 from monai_gds.loader.ahead import ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew.drawn import NO_BATCH, Drawn, numbered, with_seed
@@ -113,11 +113,9 @@ class Epoch(Iterator[Any]):
         except KeyboardInterrupt:  # the loop may go on after it, if anybody has it; a notebook keeps the traceback
             del self
             raise
-        except BrokenItem as e:
+        except BaseException as e:
             self.stop()
-            raise e.with_traceback(None) from None  # how it came to be made says nothing of the file
-        except BaseException:
-            self.stop()
+            shorten(e)
             raise
 
     def close(self) -> None:

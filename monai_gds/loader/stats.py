@@ -93,6 +93,7 @@ class Stats:
         rounded: items for which workers computed small tensors that are the GPU's to compute.
         stored: bytes of the records that were read, in part or whole.
         made: the bytes that transforms in programs made on the CPU for another device, such as sampling grids.
+        steps: the steps that transforms had in the programs that were replayed.
     """
 
     seconds: float
@@ -114,6 +115,7 @@ class Stats:
     rounded: int = 0
     stored: int = 0
     made: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -179,11 +181,14 @@ class Stats:
             f"{self.seconds:.3f} s, {self.batches} batches{read if self.stages else ''}",
             f"{'the training waited':<34}{self.waiting:>9.3f} s {_share(self.waiting, self.seconds):>5}",
         ]
-        total = sum(self.stages.values())
+        total, items = sum(self.stages.values()), max(self.hits + self.computed, 1)
         for stage, seconds in self.stages.items():
             lines.append(f"{stage:<34}{seconds:>9.3f} s {_share(seconds, total):>5}")
             parts = {"transforms": self.transforms, "random transforms": self.random_transforms}.get(stage, {})
-            lines += [f"  {name:<32}{part:>9.3f} s {_share(part, total):>5}" for name, part in parts.items()]
+            steps = self.steps if stage == "random transforms" else {}
+            for name, part in parts.items():
+                each = f"  {steps[name] / items:.1f} steps per item" if name in steps else ""
+                lines.append(f"  {name:<32}{part:>9.3f} s {_share(part, total):>5}{each}")
         if self.saving_behind:
             lines.append(f"{'saving, in the background':<34}{self.saving_behind:>9.3f} s")
         lines += [f"bytes: {self.read_by}"] if self.served else []
@@ -192,10 +197,15 @@ class Stats:
         if self.rounded:
             lines.append(f"programs='fast': last bits of {self.rounded} items may differ from what the GPU computes")
         for name, nbytes in self.made.items():
-            each = nbytes / 1e6 / max(self.hits + self.computed, 1)
-            lines.append(f"{name} computes {each:.1f} MB per item on the CPU; given device=, it does so on the GPU")
+            each = f"{nbytes / 1e6 / items:.1f} MB per item"
+            lines.append(f"{name} computes {each} on the CPU; given device=, it does so on the GPU")
         lines += [f"skipped item {one.index} ({one.path}): {one.error}" for one in self.skipped]
         return "\n".join([*lines, self.advice])
+
+
+def _named(counts: Mapping[str, int], begins: str) -> dict[str, int]:
+    """Those of the counts whose names begin like this, by the rest of the names."""
+    return {what.removeprefix(begins): n for what, n in counts.items() if what.startswith(begins)}
 
 
 def _share(part: float, whole: float) -> str:
@@ -253,5 +263,6 @@ class MeasuredEpoch:
             skipped=skipped,
             rounded=counts.get("rounded", 0),
             stored=counts.get("stored", 0),
-            made={what.removeprefix(stages.MADE): n for what, n in counts.items() if what.startswith(stages.MADE)},
+            made=_named(counts, stages.MADE),
+            steps=_named(counts, stages.STEPS),
         )

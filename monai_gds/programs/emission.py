@@ -113,6 +113,7 @@ class _Emission:
             ),
             holes=tuple(slots[key] for key in holes), item=taken, done=len(marks), form=_forms(of, marks),
             made=_made(of, [of.operations[draft.number] for draft in drafts], owners),
+            counts=tuple(Counter(owners).items()),
         )  # fmt: skip
 
     def _needed(self, numbers: set[int]) -> list[Operation]:

@@ -52,7 +52,7 @@ def _called(ghostly: Ghostly, func: Any, args: Sequence[Any], kwargs: dict[str, 
             return func(*args, **kwargs) if kwargs else func(*args)
     if kwargs and (device := kwargs.get("device")) is not None:
         kwargs = {**kwargs, "device": ghostly.stand_in(device)}
-    ghostly.called = args
+    ghostly.called = [*args, *kwargs.values()] if kwargs else args
     return func(*args, **kwargs) if kwargs else func(*args)
 
 

@@ -155,6 +155,7 @@ class Program(NamedTuple):
         form: for each of them what identifies its operations.
         made: which of them make tensors on the CPU for another device at each replay, such as sampling grids, and how
             many bytes.
+        counts: how many steps those transforms have of which there are any.
     """
 
     forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -172,6 +173,7 @@ class Program(NamedTuple):
     done: int
     form: tuple[str, ...]
     made: tuple[tuple[int, int], ...] = ()
+    counts: tuple[tuple[int, int], ...] = ()
 
     @property
     def pieces(self) -> list[Piece]:

@@ -9,7 +9,10 @@ nothing and is large, such as a sampling grid, becomes a ghost whose values are 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +27,22 @@ from monai_gds.programs.modes import Functions
 from monai_gds.programs.program import TARGET, Asked, Guard, Program
 
 _aten = torch.ops.aten
+
+
+@cache
+def without_dynamo() -> None:
+    """Keeps what torch computes in Python for ghosts from importing torch._dynamo. For a process that only records.
+
+    The import takes half a second of a processor. Some functions are called by way of it, so that it does not look into
+    them. The first call asks for that way, and keeps it with the function. Here it is the function itself.
+    """
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch._refs")]
+    todo = [value for module in modules for value in vars(module).values()]
+    while todo and "torch._dynamo" not in sys.modules:
+        function = todo.pop()
+        if isinstance(function, FunctionType) and "__dynamo_disable" not in vars(function):
+            vars(function)["__dynamo_disable"] = function
+            todo += [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 #: Operations that give the same bits on every device, beside views: they move or repeat values.
@@ -208,11 +227,8 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device is not None and device.type == "meta":
             if device.index is not None or ghosts or not self.on_host:
                 return device.index or ON_TARGET
-            # torch makes it for the function's arguments, and meta has one device for all
-            kinds = {self.kind_of(tensor) for tensor in _tensors(self.called, {}) if tensor.is_meta}
-            if len(kinds) != 1:
-                self.refuse("it makes a tensor on a device that is not clear")
-            return kinds.pop()
+            # torch makes it where the first tensor that the function was given is, and meta has one device for all
+            return self.kind_of(next(tensor for tensor in _tensors(self.called, {}) if tensor.is_meta))
         if device is not None or not ghosts:
             return self.host
         return self.kind_of(max(ghosts, key=lambda tensor: tensor.dim() > 0))

@@ -115,4 +115,5 @@ def with_advice(error: OSError, folder: str = "cache_dir") -> str:
         parents = Path(os.path.abspath(os.fsdecode(error.filename))).parents
         file = next((p for p in parents if p.exists() and not p.is_dir()), "a part of it")
         advice = f"{file} is a file: name another folder"
-    return f"{error}" + (f" ({advice})" if advice else "")
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # of which the temporary file says nothing
+    return f"{error.strerror if full else error}" + (f" ({advice})" if advice else "")

@@ -33,7 +33,7 @@ _BACKENDS = {
 }
 
 #: What ``auto`` tries, in this order, by type of device.
-_AUTO = {"cpu": ("posix",), "cuda": ("kvikio", "posix")}
+AUTO = {"cpu": ("posix",), "cuda": ("kvikio", "posix")}
 
 
 def resolve_device(device: int | str | torch.device | None) -> torch.device:
@@ -194,7 +194,7 @@ def choose_backend(name: str, device: torch.device) -> tuple[str, str]:
             raise BackendUnavailable(f"backend={name!r} does not work here: {found.reason}{remedy}")
         return name, f"asked for by name: {found.reason}"
     passed_over: list[str] = []
-    for candidate in _AUTO[device.type]:
+    for candidate in AUTO[device.type]:
         found = probe_backend(candidate, device)
         if found:
             return candidate, "; ".join([f"auto: {found.reason}", *passed_over])

@@ -31,6 +31,10 @@ def make(count=3, cached=True):
     items = [{"image": np.full((1, 8, 8, 8), n, np.float32), "name": f"scan {n}"} for n in range(count)]
     steps = [mt.EnsureTyped("image"), mt.RandFlipd("image", prob=0.5), RandOwn()]
     return GDSDataset(items, mt.Compose(steps), "cache" if cached else None, device="cpu")
+
+
+def of_files():
+    return GDSDataset([{"image": "/no/such/ct.nii.gz"}], mt.Compose([mt.LoadImaged("image")]), "cache", device="cpu")
 '''
 
 
@@ -97,6 +101,20 @@ def test_the_own_pipeline_beside_monais_datasets(module: str) -> None:
     told = [row["notes"].get("read by", "") for row in report["rows"]]
     assert ["GB mapped" in words or "GB read into host memory" in words for words in told] == [True, True, *[False] * 3]
     assert not list(Path("cache").glob("*.safetensors"))
+
+
+def test_a_file_that_is_not_there_is_named_in_one_line(module: str) -> None:
+    done = run("bench", "dataset", "--function", "own_training:of_files")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("monai-gds: /no/such/ct.nii.gz: LoadImaged cannot load it")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_busy_machine_is_told(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 0.0, 0.0))
+    done = run("bench", "dataset", "--function", module, "--items", "1", "--repeats", "1", "--json")
+    assert "This machine is busy (load 99.0 on " in done.stderr
+    assert json.loads(done.stdout)["reports"]
 
 
 def test_a_ratio_that_may_be_noise_is_told(module: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -326,8 +327,9 @@ def test_a_full_disk_stops_it_with_an_error(make: Any, tmp_path: Path, log: Path
     with mounted_tmpfs(tmp_path / "small", 300 << 10) as small, warnings.catch_warnings():
         warnings.simplefilter("error")
         for workers in (0, 2):
-            with pytest.raises(NotSaved, match=r"nothing more can be cached in .*small.*free some space"):
+            with pytest.raises(NotSaved, match=r"nothing more can be cached in .*small.*free some space") as caught:
                 make(100, cache=small).populate(workers)
+            assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 20
         assert os.listdir(small / ".tmp") == []
     assert len(made(log)) < 20, "nothing is computed in vain"
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from monai_gds.doctor import Status, examine, probes
+from monai_gds.command.doctor import show
+from monai_gds.doctor import Diagnosis, Finding, Status, examine, probes
+from monai_gds.doctor.machine import Machine
 from monai_gds.errors import BackendUnavailable
 from monai_gds.storage.deepnvme import build
 from tests import commands
@@ -92,6 +94,19 @@ def test_a_library_that_kills_the_process_is_a_row(tmp_path: Path, monkeypatch: 
     assert dali.status is Status.MISSING
     assert "SIGABRT" in dali.found
     assert report.works
+
+
+def test_what_nobody_needs_here_is_not_to_be_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = (
+        Finding("dali", Status.OPTIONAL, "no DALI", "pip install dali"),
+        Finding("io_uring", Status.MISSING, "no io_uring", "as root: sysctl"),
+    )
+    show(Diagnosis(Machine().place(tmp_path), "cpu", findings))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "dali: optional: no DALI; to have it: pip install dali",
+        "io_uring: missing: no io_uring",
+        "io_uring: to do: as root: sysctl",
+    ]
 
 
 def test_a_broken_torch_is_a_row_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

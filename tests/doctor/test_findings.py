@@ -441,9 +441,12 @@ def test_cufile_is_tried_without_kvikio_s_own_ways_and_its_log_is_read(
 
 
 def test_a_backend_says_its_reason_and_remedy(laid: Laid) -> None:
-    told = {"ok": False, "of_use": True, "reason": "no compiler", "remedy": "install g++"}
-    found = laid.findings(answers(**{"backend deepnvme": Answer(told)}))["deepnvme"]
-    assert (found.status, found.found, found.remedy) == (Status.MISSING, "no compiler", "install g++")
+    for by_default, status in ((False, Status.OPTIONAL), (True, Status.MISSING)):
+        told = {
+            "ok": False, "of_use": True, "by_default": by_default, "reason": "no compiler", "remedy": "install g++",
+        }  # fmt: skip
+        found = laid.findings(answers(**{"backend deepnvme": Answer(told)}))["deepnvme"]
+        assert (found.status, found.found, found.remedy) == (status, "no compiler", "install g++")
 
 
 def test_a_directory_that_takes_no_files_is_a_failure(laid: Laid) -> None:
@@ -476,7 +479,7 @@ def test_what_to_install_for_dali_is_a_remedy(laid: Laid) -> None:
     told = Answer({}, "NVIDIA DALI cannot be imported (No module named 'nvidia'): pip install 'monai_gds[dali-cuda12]'")
     found = laid.findings(answers(dali=told))["dali"]
     assert found.found == "NVIDIA DALI cannot be imported (No module named 'nvidia')"
-    assert found.remedy == "pip install 'monai_gds[dali-cuda12]'"
+    assert (found.status, found.remedy) == (Status.OPTIONAL, "pip install 'monai_gds[dali-cuda12]'")
 
 
 def test_io_uring(laid: Laid) -> None:

@@ -20,7 +20,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from monai.data import Dataset
+from monai.data import DataLoader, Dataset
 from monai.transforms import (
     Compose,
     EnsureTyped,
@@ -270,11 +270,21 @@ def cut(tmp_path: Path) -> Any:
     return GDSDataset(items, Compose([LoadImaged(["image", "label"])]), tmp_path / "cache", "cpu")
 
 
-@pytest.mark.parametrize("way", [lambda d: d[1], *(lambda d, n=n: list(GDSDataLoader(d, n)) for n in (0, 1))])
+@pytest.mark.parametrize(
+    "way",
+    [lambda d: d[1], lambda d: list(DataLoader(d)), *(lambda d, n=n: list(GDSDataLoader(d, n)) for n in (0, 1))],
+)
 def test_a_corrupt_volume_is_named_first_on_one_screen(cut: GDSDataset, way: Callable[[GDSDataset], Any]) -> None:
     with pytest.raises(BrokenItem, match=r"^\S+/b\.nii\.gz: LoadImaged cannot load it: EOFError") as caught:
         way(cut)
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_populate_names_a_corrupt_volume_on_one_screen(cut: GDSDataset, workers: int) -> None:
+    with pytest.raises(PopulateError, match=r"b\.nii\.gz: LoadImaged cannot load it: EOFError") as caught:
+        cut.populate(workers, progress=False)
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 20
 
 
 def test_populate_lists_what_is_broken_until_it_is_mended(cut: GDSDataset, tmp_path: Path) -> None:

@@ -163,6 +163,40 @@ def test_a_traceback_ends_with_the_cause_of_a_transforms_error_once(tmp_path: Pa
     lines = raised(lambda: list(GDSDataLoader(dataset, workers))).splitlines()
     assert re.match("because of AttributeError: .* no attribute 'nothing'", lines[-2])
     assert lines[-1].startswith("monai_gds: while computing item 0")
+    assert sum("while computing" in line for line in lines) == 1, "the worker's traceback ends with the cause"
+
+
+class OwnEnd(GDSDataset):
+    def _post_transform(self, item_transformed: Any) -> Any:
+        return super()._post_transform(item_transformed)  # of the user
+
+
+def too_bright(image: Any) -> Any:
+    raise ArithmeticError("too bright")
+
+
+@pytest.mark.parametrize("fails", [mt.Lambdad, mt.RandLambdad])
+@pytest.mark.parametrize(
+    "load",
+    [lambda d: d[0], *(lambda d, n=n: list(GDSDataLoader(d, n)) for n in (0, 2))],
+    ids=["index", "ahead", "workers"],
+)
+def test_a_transforms_error_fits_on_a_screen_with_the_users_frames(tmp_path: Path, fails: Any, load: Any) -> None:
+    steps = mt.Compose([*pipeline().transforms, fails("image", too_bright), mt.RandFlipd("image")])
+    items = write_volumes(tmp_path, 1, (12, 12, 12))
+    text = raised(lambda: load(OwnEnd(items, steps, tmp_path / "cache", device="cpu")))
+    assert len(text.splitlines()) <= 45
+    assert "in too_bright\n" in text
+    assert ("# of the user\n" in text) == (fails is mt.RandLambdad)
+    assert ", in <lambda>\n" in text, "the line with the loop"
+    assert text.count("while computing") == text.count("\nRuntimeError: ")
+
+
+def test_an_error_that_no_transform_raised_keeps_all_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = GDSDataset(write_volumes(tmp_path, 1, (12, 12, 12)), pipeline(), tmp_path / "cache", device="cpu")
+    monkeypatch.setattr("monai_gds.dataset.making.encode_item", lambda *a, **b: [][0])
+    text = raised(lambda: list(GDSDataLoader(dataset, 2)))
+    assert "dataset/making.py" in text and "loader/crew/worker.py" in text
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -258,9 +258,20 @@ def large_grid(self: Own, x: Any) -> Any:
     return large + grid.prod(0).to(x.device)
 
 
+def numbers_on_both(self: Own, x: Any) -> Any:
+    """Has torch make tensors of numbers, for functions that are given others on both devices."""
+    axes = [torch.linspace(-1, 1, n) for n in SHAPE]
+    grid = torch.stack(torch.meshgrid(*axes, indexing="ij")).prod(0)
+    assert grid.device.type == "cpu"
+    x = x.clone()
+    x[0, grid[: x.shape[1], : x.shape[2], : x.shape[3]] > 0] = 0.5
+    return torch.where(condition=x > 1, input=x, other=0.25)
+
+
 RECORDED = [
     torch_only, in_place, numbers, by_list, of_numbers, on_its_device, there_and_back, copied, module, gradient,
     network, asking, constants, reshaped, dtypes, nested, own_generator, globally_drawn, large_grid,
+    numbers_on_both,
 ]  # fmt: skip
 
 

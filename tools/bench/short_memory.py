@@ -33,6 +33,9 @@ OURS = "GDSDataset, GDSDataLoader"
 WHOLE = "GDSDataset, GDSDataLoader, not compressed"
 DATASETS = ("PersistentDataset", "CacheDataset", WHOLE, OURS)
 
+#: Where the files of the kernel are. Tests lay out another machine in a folder.
+ROOT = Path("/")
+
 #: A share of the caches that may stay in the page cache, though it was dropped.
 _STAYS = 0.05
 
@@ -170,7 +173,7 @@ def group(limit: int) -> Iterator[Path]:
         BackendUnavailable: none can be made, with the reason.
     """
     made = None
-    reason = "the kernel has no memory controller mounted below /sys/fs/cgroup"
+    reasons: dict[str, None] = {}
     for parent, limits in _parents():
         try:
             made = Path(tempfile.mkdtemp(prefix="monai-gds-", dir=parent))
@@ -178,12 +181,13 @@ def group(limit: int) -> Iterator[Path]:
                 _set(made / name, limit if needed else 0, needed)
             break
         except OSError as e:
-            reason = str(e)
+            reasons[_why_not(parent, made, e)] = None
             if made is not None:
                 made.rmdir()
                 made = None
     if made is None:
-        raise BackendUnavailable(f"no control group can be made here: {reason}")
+        why = "; ".join(reasons) or "the kernel has no memory controller mounted below /sys/fs/cgroup"
+        raise BackendUnavailable(f"no control group can be made here: {why}")
     try:
         yield made / "cgroup.procs"
     finally:
@@ -198,18 +202,27 @@ def _set(file: Path, value: int, needed: bool) -> None:
             raise
 
 
+def _why_not(parent: Path, made: Path | None, error: OSError) -> str:
+    """Why a group cannot be made there, or its limit not be set, which version 2 has only where it is passed on."""
+    passed_on = parent / "cgroup.subtree_control"
+    if made is not None and passed_on.exists() and "memory" not in passed_on.read_text().split():
+        return f"{passed_on} does not name memory, which is for the administrator to change"
+    return str(error)
+
+
 def _parents() -> Iterator[tuple[Path, dict[str, bool]]]:
     """Where a group may be made, and the files of its limits: whether each is the memory's, and not that of swap.
 
     The root of the hierarchy, for root; then the group of this process, which a user may have been given.
     """
-    mine = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    mine = dict(line.split(":", 2)[1:] for line in (ROOT / "proc/self/cgroup").read_text().splitlines())
+    first, second = ROOT / "sys/fs/cgroup/memory", ROOT / "sys/fs/cgroup"
     for root, path, limits in (
         (first, mine.get("memory"), {"memory.limit_in_bytes": True, "memory.swappiness": False}),
         (second, mine.get(""), {"memory.max": True, "memory.swap.max": False}),
     ):
-        if path is not None and root.is_dir():
+        # Beside version 1, the folder of version 2 is another one, with mere folders in it.
+        if path is not None and root.is_dir() and (root is first or (root / "cgroup.controllers").exists()):
             yield root, limits
             yield root / path.removeprefix("/"), limits
 

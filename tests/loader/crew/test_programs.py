@@ -314,6 +314,14 @@ def test_comparisons_have_a_row_of_their_own(make: Make) -> None:
     assert {"comparing", "replay", "recording"} < loader.stats().random_transforms.keys()
 
 
+def test_the_steps_of_each_transform_are_told(make: Make) -> None:
+    transforms = [mt.RandSpatialCropd(KEYS, (32, 32, 32)), mt.RandFlipd(KEYS, 1.0), InNumpy()]
+    loader = load(make(*transforms), 1, stats=True)
+    list(loader)
+    assert loader.stats().steps == {"RandFlipd": 2 * COUNT}, "a crop is a view, and NumPy's steps are in no program"
+    assert " 2.0 steps per item" in next(line for line in str(loader.stats()).splitlines() if "RandFlipd" in line)
+
+
 def test_what_is_made_on_the_cpu_for_a_gpu_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emission, "ON_HOST", emission.ON_TARGET)  # as if what is made here were for a GPU
     affine = mt.RandAffined("image", prob=1.0, rotate_range=(0.3, 0.2, 0.1))
@@ -683,6 +691,27 @@ def test_the_next_epoch_is_foreseen_with_validations_between(make: Make, every: 
 def crew_of_loop(loop: Any) -> Crew:
     *_, programs = loop._batches.stop.peek()[2]
     return programs._crew
+
+
+SCALED = """
+import sys, torch
+import monai.transforms as mt
+from monai_gds import GDSDataLoader, GDSDataset
+
+def tells(data):
+    return {**data, "compiler": "torch._dynamo" in sys.modules}
+
+random = [mt.RandScaleIntensityd("image", 0.1, prob=1.0), mt.RandGaussianSmoothd("image", prob=1.0), tells]
+items = [{"image": torch.rand(1, 8, 8, 8)} for _ in range(2)]
+dataset = GDSDataset(items, mt.Compose([mt.EnsureTyped("image"), *random]), sys.argv[1], "cpu")
+print([batch["compiler"].tolist() for batch in GDSDataLoader(dataset, 1, programs="check")])
+assert not dataset.session.runtime.on_values
+"""
+
+
+def test_workers_record_without_torchs_compiler(tmp_path: Path) -> None:
+    """In an interpreter of its own. To import it would take each worker half a second, before the first batch."""
+    assert printed_by(SCALED, str(tmp_path / "cache")) == "[[False], [False]]"
 
 
 EPOCHS = """

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,64 @@ def test_a_group_whose_limit_cannot_be_set_is_not_left_behind(tmp_path: Path, mo
     with pytest.raises(BackendUnavailable), job.group(1 << 30):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+SECOND = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/cgroup.controllers": "cpu memory\n"}
+
+
+@pytest.fixture
+def lay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Path]:
+    """Lays out another machine in a folder (simulated), where the files of a new group have to be made."""
+
+    def laid(files: dict[str, str]) -> Path:
+        for name, text in {"sys/fs/cgroup/job/cgroup.procs": "", **files}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(job, "ROOT", tmp_path)
+        return tmp_path / "sys/fs/cgroup"
+
+    return laid
+
+
+@pytest.mark.parametrize("of_user", [False, True])
+def test_a_group_of_version_2_has_limit_and_no_swap(
+    lay: Callable[[dict[str, str]], Path], monkeypatch: pytest.MonkeyPatch, of_user: bool
+) -> None:
+    top, make = lay(SECOND), tempfile.mkdtemp
+
+    def not_at_the_top(prefix: str, dir: Path) -> str:  # noqa: A002 (its name)
+        if of_user and dir == top:
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", not_at_the_top)
+    monkeypatch.setattr(job, "_remove", shutil.rmtree)
+    with job.group(1 << 30) as processes:
+        made = processes.parent
+        assert made.parent == (top / "job" if of_user else top)
+        assert ((made / "memory.max").read_text(), (made / "memory.swap.max").read_text()) == (str(1 << 30), "0")
+    assert not made.exists()
+
+
+def test_where_version_2_passes_no_memory_on_that_is_the_reason(
+    lay: Callable[[dict[str, str]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = lay({**SECOND, "sys/fs/cgroup/cgroup.subtree_control": "cpu\n"})
+
+    def refused(file: Path, value: int, needed: bool) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))  # as the kernel's folders do
+
+    monkeypatch.setattr(job, "_set", refused)
+    reason = rf"here: {top}/cgroup\.subtree_control does not name memory.*; \["
+    with pytest.raises(BackendUnavailable, match=reason), job.group(1 << 30):
+        pass
+    assert sorted(path.name for path in top.iterdir()) == ["cgroup.controllers", "cgroup.subtree_control", "job"]
+
+
+def test_version_2_beside_version_1_limits_no_memory(lay: Callable[[dict[str, str]], Path]) -> None:
+    lay({"proc/self/cgroup": "9:cpu:/\n0::/\n"})
+    with pytest.raises(BackendUnavailable, match="no memory controller"), job.group(1 << 30):
+        pass
 
 
 @pytest.mark.parametrize("name", job.DATASETS)
