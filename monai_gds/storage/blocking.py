@@ -229,7 +229,7 @@ class BlockingBackend(Backend):
         return pending
 
     def _read_one(self, into: Sequence[torch.Tensor], pending: Pending, read: Reads) -> None:
-        """Reads a small part of one file into host memory. Planning it would take three times as long as this."""
+        """Reads a small part of one file into host memory. Planning it first would take as long again."""
         path, (offset, nbytes), start = read.paths[0], read.ranges[0], int(read.start[0])
         begin = time.perf_counter()
         try:
