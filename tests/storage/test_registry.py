@@ -50,7 +50,7 @@ class Absent(PosixBackend):
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers ``absent``, and lets ``auto`` try it first."""
     monkeypatch.setitem(registry._BACKENDS, "absent", f"{__name__}:Absent")
-    monkeypatch.setitem(registry._AUTO, "cpu", ("absent", "posix"))
+    monkeypatch.setitem(registry.AUTO, "cpu", ("absent", "posix"))
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -116,7 +116,7 @@ def test_auto_goes_on_to_the_next_and_says_so() -> None:
 
 
 def test_auto_with_nothing_left_names_all_it_tried(monkeypatch: pytest.MonkeyPatch, absent: None) -> None:
-    monkeypatch.setitem(registry._AUTO, "cpu", ("absent",))
+    monkeypatch.setitem(registry.AUTO, "cpu", ("absent",))
     with pytest.raises(BackendUnavailable, match="not absent: libabsent is not there"):
         open_storage("auto", "cpu")
 
