@@ -63,7 +63,7 @@ def say_lines(lines: Iterable[str]) -> None:
     sys.stdout.flush()  # before `| head` this raises here, where Typer exits quietly
 
 
-def in_words(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     """An error as a sentence. An OSError becomes ``file: reason``, without its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import monai_gds
-from monai_gds.base.console import in_words, say, say_traceback, stderr, stdout
+from monai_gds.base.console import say, say_traceback, sentence, stderr, stdout
 from monai_gds.command.bench import app as bench_app
 from monai_gds.command.blockmap import app as blockmap_app
 from monai_gds.command.cache import app as cache_app
@@ -137,7 +137,7 @@ def main() -> None:
     try:
         app(prog_name="monai-gds")  # also for python -m monai_gds
     except (MonaiGdsError, OSError, ValueError, ImportError) as e:
-        say(f"monai-gds: {in_words(e)}", stderr)
+        say(f"monai-gds: {sentence(e)}", stderr)
         sys.exit(1)
     except Exception as e:
         error = (isinstance(e, UsersError) and e.__cause__) or e

@@ -313,14 +313,14 @@ def computing(differ: dict[str, tuple[str, str]], asked_by: str | None) -> Itera
         RuntimeError: those of the whole process differ, and it may be the user's.
     """
     if is_the_users(differ, asked_by):
-        raise RuntimeError(in_words(differ, "it cannot be computed in this process"))
+        raise RuntimeError(changed_in_words(differ, "it cannot be computed in this process"))
     # The consumer's inference mode is for random transforms.
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with inference, apply(tuple((name, held) for name, (held, _) in differ.items()), only=True):
         yield
 
 
-def in_words(differ: dict[str, tuple[str, str]], why: str) -> str:
+def changed_in_words(differ: dict[str, tuple[str, str]], why: str) -> str:
     """An error's message that names both settings."""
     named = [f"{name} was {held} and is now {now}" for name, (held, now) in of_process(differ).items()]
     return (

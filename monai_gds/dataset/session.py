@@ -27,7 +27,7 @@ from monai_gds.base.process import Owner
 from monai_gds.base.workers import Workers
 from monai_gds.dataset.inner import are_of, is_dataset, items_of, steps_of
 from monai_gds.dataset.item_keys import ItemKeys
-from monai_gds.dataset.making import Maker, Misses, Saved, computing, in_words, is_the_users, look
+from monai_gds.dataset.making import Maker, Misses, Saved, changed_in_words, computing, is_the_users, look
 from monai_gds.dataset.repeats import compare_ranks
 from monai_gds.dataset.settings import Settings
 from monai_gds.errors import NotSaved, UnsupportedType, WorkerDied, shorten, warn
@@ -502,10 +502,10 @@ def _helped(session: Session, cache: CacheDirectory, key: Key, item: Any, index:
             runtime.helper = Owner(), Workers(partial(_save, session.for_worker()), 1, start)
         runtime.helper[1].submit((item, index)).result()
     except (ValueError, AssertionError, NotSaved, UnsupportedType, WorkerDied) as e:  # daemons may have no children
-        raise RuntimeError(in_words(differ, f"{why} ({e})")) from e
+        raise RuntimeError(changed_in_words(differ, f"{why} ({e})")) from e
     found = look(cache, key, item)
     if found is None:
-        raise RuntimeError(in_words(differ, why))
+        raise RuntimeError(changed_in_words(differ, why))
     return found[0]
 
 

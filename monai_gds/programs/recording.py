@@ -33,8 +33,9 @@ _aten = torch.ops.aten
 def without_dynamo() -> None:
     """Keeps what torch computes in Python for ghosts from importing torch._dynamo. For a process that only records.
 
-    The import takes half a second of a processor. Some functions are called by way of it, so that it does not look into
-    them. The first call asks for that way, and keeps it with the function. Here it is the function itself.
+    The import takes half a second of processor time. torch wraps some functions so that its compiler does not trace
+    them: the first call of a wrapper imports the compiler, and keeps what that returns with the function. Here the
+    function itself is kept.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("torch._refs")]
     todo = [value for module in modules for value in vars(module).values()]
@@ -227,7 +228,7 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device is not None and device.type == "meta":
             if device.index is not None or ghosts or not self.on_host:
                 return device.index or ON_TARGET
-            # torch makes it where the first tensor that the function was given is, and meta has one device for all
+            # torch makes it where the first tensor among the arguments is, and meta has one device for all
             return self.kind_of(next(tensor for tensor in _tensors(self.called, {}) if tensor.is_meta))
         if device is not None or not ghosts:
             return self.host

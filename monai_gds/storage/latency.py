@@ -19,8 +19,8 @@ _RELEASES = 4
 #: How many reads decide.
 _LAST = 5
 
-#: Of how many slow reads one is noted while all of the last ones were slow: finding out how long it waited for the lock
-#: makes it wait once more.
+#: While all of the last reads were slow, one in so many is noted: finding out how long it waited for the lock makes it
+#: wait once more.
 _ALIKE = 8
 
 #: How many groups of reads that were done at once there are to one whose first read is timed.

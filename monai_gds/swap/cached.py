@@ -178,7 +178,7 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
     _records: Cached
 
     def __init_subclass__(cls) -> None:
-        """Keeps from a user's class that it has a subclass, which is made for an object of it."""
+        """Hides the class that is made for an object from the ``__init_subclass__`` of the user's class."""
 
     @property
     def session(self) -> Session:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from monai_gds.base.console import in_words
+from monai_gds.base.console import sentence
 from monai_gds.bench.report import Report, Row
 from monai_gds.errors import BackendUnavailable, StorageError
 from monai_gds.storage import Reads, open_storage
@@ -133,7 +133,7 @@ def measure(settings: SmallFiles) -> Report:
                 files.memory.zero_()
                 first = read(batches[0])
             except (BackendUnavailable, OSError) as e:
-                reasons[name] = in_words(e)
+                reasons[name] = sentence(e)
                 continue
             for path, got in zip(files.paths[: len(batches[0])], first, strict=True):
                 if got.numpy().tobytes() != Path(path).read_bytes():

@@ -86,7 +86,7 @@ class PosixBackend(BlockingBackend):
     def memory(self, nbytes: int) -> torch.Tensor:
         if nbytes >= 2 * HUGE or self.direct_io or self.device.type != "cpu":
             return super().memory(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # finding the begin of a page costs as much again
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # finding where a page begins costs as much again
 
     def _open(self, path: str, expected: Expected) -> _Handle:
         fd = files.open_file(path, expected)
