@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from monai.data import PersistentDataset
 
-from monai_gds.errors import BrokenItem, CacheWarning, FailedItem, causes
+from monai_gds.errors import BrokenItem, FailedItem, causes
 from monai_gds.pipeline.words import in_words, own_line, path_of, paths_of
 from monai_gds.shared.notes import FOLDER
 
@@ -162,13 +162,13 @@ class Skipping:
                 return found
         raise BrokenItem(f"no item is left to take the place of {self._named()}") from cause
 
-    def warning(self) -> Warning | None:
-        """What is to be said at the end of an epoch in which items were skipped."""
+    def warning(self) -> str:
+        """What is to be said at the end of an epoch in which items were skipped; empty if none was."""
         if not self._broken:
-            return None
+            return ""
         count = len(self._broken)
         what = "1 item was" if count == 1 else f"{count} items were"
-        return CacheWarning(f"{what} skipped in this epoch, and others took the places: {self._named()}")
+        return f"{what} skipped in this epoch, and others took the places: {self._named()}"
 
     def _named(self) -> str:
         named = [f"item {one.index} ({one.path}): {one.error[:_WORDS]}" for one in self.failed[:_NAMED]]

@@ -90,8 +90,8 @@ def steps_of(dataset: Any, steps: Sequence[Callable[..., Any]]) -> tuple[OfDatas
     kind = type(dataset.data).__name__
     if why and dataset.settings.cache_dir is not None and Notice("read", kind, why, dataset.settings.began).is_new():
         warn(
-            f"data is a {kind}, whose items are read at every access, at a hit too: {why}. Give a list of items, or a "
-            "Dataset, CacheDataset or GDSDataset with deterministic transforms"
+            f"data is a {kind}, whose items are read at a hit, too: {why}. Give a list of items, or a Dataset, "
+            "CacheDataset or GDSDataset with deterministic transforms"
         )
     return ()
 

@@ -138,6 +138,7 @@ class Maker(NamedTuple):
         misses: who warns of items that no record can hold.
         hidden: who warns of randomness that a record would freeze.
         keys: makes their keys.
+        again: when an item without a record is computed, in words.
     """
 
     transform: Callable[[Any], Any]
@@ -147,6 +148,7 @@ class Maker(NamedTuple):
     misses: Misses
     hidden: Hidden
     keys: ItemKeys
+    again: str
 
     def make(self, item: Any, index: Any) -> Any:
         """An item that is not to be saved."""
@@ -176,7 +178,7 @@ class Maker(NamedTuple):
                 if unsupported == "error":
                     raise
                 if unsupported == "warn":
-                    self.misses.warn_once(UnsupportedType, f"computed in every epoch, since it cannot be cached: {e}")
+                    self.misses.warn_once(UnsupportedType, f"computed {self.again}, since it cannot be cached: {e}")
                 encoded, storable = encode_item(computed, strict=False), False
         if (bits := self.mantissa_bits) is not None:
             encoded.tensors = {name: rounded(tensor, bits) for name, tensor in encoded.tensors.items()}

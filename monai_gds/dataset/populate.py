@@ -145,8 +145,8 @@ def populate(
         warn(misses_in_words(str(folder), why))
     if done.left_out and ranks.rank == 0:
         warn(
-            f"{done.left_out} items are computed in every epoch: the budget of {folder}, {shown(most)}, leaves no room "
-            "beside the records there that are in use, or were since this run began"
+            f"{done.left_out} items are computed {session.settings.again}: the budget of {folder}, {shown(most)}, "
+            "leaves no room beside the records there that are in use, or were since this run began"
         )
     return done
 
@@ -437,8 +437,8 @@ def fill(
         broken = [item for item in e.failures if not item.error.startswith(UnsupportedType.__name__)]
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
-        failed = f"{len(e.failures)} of {len(indices)} items cannot be cached, and are computed in every epoch: "
-        warn(failed + e.failures[0].error)
+        failed, again = f"{len(e.failures)} of {len(indices)} items", dataset.settings.again
+        warn(f"{failed} cannot be cached, and are computed {again}: {e.failures[0].error}")
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process

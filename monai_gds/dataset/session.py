@@ -272,7 +272,7 @@ class Session(NamedTuple):
         transform, bits = self.dataset._pre_transform, self.settings.options.mantissa_bits
         keys, misses, hidden = self.keys(), self.runtime.misses, self.runtime.hidden
         assert hidden is not None, "it is made with the keys"
-        return Maker(transform, self.target(), _form(self), bits, misses, hidden, keys)
+        return Maker(transform, self.target(), _form(self), bits, misses, hidden, keys, self.settings.again)
 
     def fill(self, cache: CacheDirectory, key: Key, item: Any, index: Any, behind: bool) -> Any:
         """An item without a record, up to its random transforms; it is computed and saved, perhaps ``behind``."""

@@ -184,6 +184,7 @@ class Settings:
         asked_by: the process for which the copy computes items.
         held: the settings of the process that held when the dataset was made; items are computed under these.
         strict: whether a cache that cannot be written is an error.
+        again: when an item without a record is computed, in words.
     """
 
     device: torch.device
@@ -205,6 +206,7 @@ class Settings:
     asked_by: str | None = None
     held: State = ()
     strict: bool = False
+    again: str = "in every epoch"
 
     @classmethod
     def of(

@@ -142,7 +142,7 @@ def explain(session: Session, index: int) -> str:
     """Whether an item has a record, and where. If not, the most similar record and how it differs."""
     cache = session.cache() if session.caches else None
     if cache is None:
-        return f"item {index} is computed at every access: nothing is cached"
+        return f"item {index} is computed {session.settings.again}: nothing is cached"
     session.flush()
     key = session.key(index)
     path = cache.record_path(key.digest)
@@ -168,7 +168,8 @@ def explain(session: Session, index: int) -> str:
 
 def _hit(session: Session, index: int, path: str, why: str | None) -> list[str]:
     if why:
-        return [f"item {index} is computed at every access: {path} cannot be used here and is not replaced: {why}"]
+        when = session.settings.again
+        return [f"item {index} is computed {when}: {path} cannot be used here and is not replaced: {why}"]
     found = maintenance.look(path)
     packed = f" {found.packed}" if found is not None and found.packed else ""
     lines = [f"item {index} is a hit: {path}{packed}"]

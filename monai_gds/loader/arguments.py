@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Integral
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from monai_gds.errors import meant
+from monai_gds.errors import meant, warn
 
 #: What only ``ThreadDataLoader`` takes, by default; it has no effect here.
 _OF_THREADS: Mapping[str, Any] = {"buffer_timeout": 0.01, "use_thread_workers": False}
@@ -53,7 +52,7 @@ def drop_idle(given: dict[str, Any], ours: inspect.Signature, ours_only: bool) -
     idle = [name for name in names if name in given and given[name] != defaults[name]]
     if idle:
         why = ", ".join(f"{name} ({_IDLE[name]})" for name in idle)
-        warnings.warn(f"GDSDataLoader takes these arguments without effect: {why}", stacklevel=3)
+        warn(f"GDSDataLoader takes these arguments without effect: {why}", UserWarning)
     for name in _OF_THREADS:
         given.pop(name, None)
 

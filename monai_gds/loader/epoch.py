@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from monai_gds.base.stages import Watch, enter, measured
 from monai_gds.dataset.broken import Skipping
 from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.repeats import compare_seeds
-from monai_gds.errors import shorten
+from monai_gds.errors import shorten, warn
 from monai_gds.loader.ahead import ReadAhead
 from monai_gds.loader.collate import collate
 from monai_gds.loader.crew.drawn import NO_BATCH, Drawn, numbered, with_seed
@@ -248,7 +247,7 @@ def _produce(
             ahead.end()
             ended = True
             if skipping is not None and (warning := skipping.warning()):
-                warnings.warn(warning, stacklevel=2)
+                warn(warning)
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")

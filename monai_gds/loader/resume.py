@@ -9,7 +9,6 @@ is drawn again, from the states that the epoch began with.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
 
+from monai_gds.errors import warn
 from monai_gds.pipeline.randomness import GLOBAL, Slot, is_generator, put_back, slots, states_at
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def own(loader: DataLoader[Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn(whose: str, goes_on: str) -> None:
-    warnings.warn(f"the state is that of {whose}. The epoch continues with {goes_on}", stacklevel=5)
+    warn(f"the state is that of {whose}. The epoch continues with {goes_on}", UserWarning)
 
 
 def rank_states() -> Any:

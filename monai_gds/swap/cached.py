@@ -40,7 +40,7 @@ def _fill(
     except NotSaved as e:
         if dataset.settings.strict:
             raise
-        warn(f"{e}. Items without a record are computed at every access")
+        warn(f"{e}. Items without a record are computed {dataset.settings.again}")
 
 
 def _refused(self: Any, *_: Any, **__: Any) -> Any:
@@ -109,34 +109,35 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def set_data(self, data: Sequence[Any]) -> None:
         """Takes new data, and fills the cache, unless ``runtime_cache`` leaves that to the first use of each item."""
-        self._take(data)
+        wanted = self._take(data)
         # With hash_as_key, equal items count once. They have one record in any case.
         unique = {self.hash_func(item): i for i, item in enumerate(data)} if self.hash_as_key else range(len(data))
         self.cache_num = max(0, min(int(self.set_num), int(len(unique) * self.set_rate), len(unique)))
         self._cached: Sequence[int] = range(self.cache_num)
         if isinstance(unique, dict):
             self._hash_keys, self._cached = list(unique)[: self.cache_num], list(unique.values())[: self.cache_num]
-        if self.runtime_cache is not False and self.runtime_cache is not None:
-            return
-        if self.cache_num < len(unique):
-            warn(
-                f"cache_num, cache_rate: {self.cache_num} of {len(unique)} items are cached now, and the others when "
-                "they are first read. Records are on disk and take no memory"
-            )
-        elif count := _before_gpu(self):
+        at_once, whole = self.runtime_cache is False or self.runtime_cache is None, self.cache_num == len(unique)
+        if at_once and whole and (count := _before_gpu(self)):
             self._hold(count)
-            return
-        self._fill(self._cached)
+        elif at_once or wanted:
+            if not whole and not wanted:
+                warn(
+                    f"cache_num, cache_rate: {self.cache_num} of {len(unique)} items are cached now, and the others "
+                    "when they are first read. Records are on disk and take no memory"
+                )
+            self._fill(wanted or self._cached)
 
-    def _take(self, data: Sequence[Any]) -> None:
-        """Takes new data. The first time, this makes the GDSDataset."""
+    def _take(self, data: Sequence[Any]) -> Sequence[int]:
+        """Takes new data. The first time, this makes the GDSDataset, and returns what ``populate`` asks to fill."""
         if "settings" in vars(self):
             GDSDataset.set_data(self, data)
             self._runtime.keys = None  # to look at sources again
-            return
+            return ()
         given = {**self._defaults, **self.__dict__.pop("_given")}
-        options = CacheOptions.of(given.get("options", {})).once()
-        self._make({**given, "data": data, "transform": self.transform, "options": options})
+        options, populate = CacheOptions.of(given.get("options", {})).once(), given.get("populate", False)
+        own = {"data": data, "transform": self.transform, "options": options, "populate": False}  # filled by set_data
+        self._make({**given, **own})
+        return range(len(data)) if populate else ()
 
     def _fill(self, indices: Sequence[int]) -> None:
         """Makes the records of items that have none. One worker, MONAI's default, is one per core here."""
@@ -149,11 +150,17 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         records.transform = with_only(self.transform, self.transform.transforms[:count])
         settings = self.settings.on_cpu()
         form = settings.form._replace(numpy=settings.options.arrays != "torch")  # the next transforms take them as such
-        records.settings = replace(settings, form=form)
+        records.settings = replace(settings, form=form, again="whenever the dataset is made")
         records._fill(self._cached)
         held: Any = self
         held.__class__, held._records = _held(type(self)), records
         held._cache = held._fill_cache(self._cached)
+
+    def __str__(self) -> str:  # of Held's items too: a method of Held would come before one of the user's class
+        text = super().__str__()
+        if "_records" not in vars(self):
+            return text
+        return f"{text}\n  in memory:  {len(self._cache or ())} items, on the GPU that their transforms move them to"
 
     @property
     def _cache(self) -> Any:
@@ -204,10 +211,6 @@ class Held(CacheDataset):  # type: ignore[misc]  # MONAI is untyped
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[index] for index in indices]
-
-    def __str__(self) -> str:
-        held = f"{len(self._cache or ())} items, on the GPU that their transforms move them to"
-        return f"{self._records}\n  in memory:  {held}"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         plain: Any = object.__new__(type(self).__mro__[2])  # pickle finds no class that is made for an object
@@ -311,7 +314,8 @@ class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
         """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""
         database = {"db_name": "monai_cache", "progress": True, "lmdb_kwargs": None}
         options = CacheOptions.of(given.get("options", self._defaults.get("options", {}))).once()
-        super()._make({**{name: value for name, value in given.items() if name not in database}, "options": options})
+        kept = {name: value for name, value in given.items() if name not in database}
+        super()._make({**kept, "options": options, "populate": False})  # it is filled below
         self.progress = given.get("progress", True)
         self.lmdb_kwargs = given.get("lmdb_kwargs") or {}
         self.db_file = Path(self.cache_dir or "") / f"{given.get('db_name', 'monai_cache')}.lmdb"

@@ -123,9 +123,9 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
             self._compute_data_idx()
 
     def _fill_cache(self, indices: Sequence[int] | None = None) -> list[int]:
-        self._take(self._all)
+        wanted = self._take(self._all)
         positions = list(range(self.cache_num) if indices is None else indices)
-        self._fill(positions)
+        self._fill(wanted or positions)
         return positions
 
     def _load_cache_item(self, idx: int) -> int:

@@ -220,7 +220,7 @@ def test_any_other_is_read_at_each_access_with_one_note(
             READ.clear()
             _ = ours[0], ours[1]
             assert len(READ) == 2 or why == "counts as random"  # MONAI's has it in memory
-    notes = [str(one.message) for one in said if "read at every access" in str(one.message)]
+    notes = [str(one.message) for one in said if "read at a hit, too" in str(one.message)]
     assert len(notes) == 1 and why in notes[0]
 
 

@@ -519,7 +519,7 @@ def test_records_that_cannot_be_unpacked_here_are_kept(
         assert_same(dataset[1], dataset[1])
     assert len(given) == 1
     assert {path: path.read_bytes() for path in files} == files
-    assert dataset.explain(1).startswith("item 1 is computed at every access: ")
+    assert dataset.explain(1).startswith("item 1 is computed in every epoch: ")
     assert "pip install it" in dataset.explain(1)
 
 

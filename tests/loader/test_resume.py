@@ -561,6 +561,7 @@ def test_the_state_of_another_pipeline_gives_the_items_and_a_warning(folder: Pat
     next(loop)
     again = loader(dataset(folder, in_tiles), SETTINGS["shuffled"], 9)
     again.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match=r"another pipeline: only one of the two has transforms\.\d"):
+    with pytest.warns(UserWarning, match=r"another pipeline: only one of the two has transforms\.\d") as told:
         found = [item["number"] for batch in again for item, _ in batch]
+    assert [one.filename for one in told] == [__file__]
     assert found == expected[2:]

@@ -186,8 +186,15 @@ def test_a_subclass_whose_items_are_on_a_gpu(items: list[dict[str, Any]], patche
             super().set_data(data)
             self.names = [item["name"] for item in data]
 
+        def __str__(self) -> str:
+            return f"{len(self.names)} names"
+
+        def __repr__(self) -> str:
+            return f"<{self}>"
+
     ours = Paired(items, moving(), progress=False)
-    assert isinstance(ours, Paired) and ours.pairs() == 2 and len(ours.names) == 4
+    assert isinstance(ours, Paired) and ours.pairs() == 2
+    assert (str(ours), repr(ours)) == ("4 names", "<4 names>")
     assert_same(epoch(ours), epoch(Theirs(items, moving(), progress=False)))
     ours.set_data(items[:2])
     assert len(ours) == len(ours.names) == 2
@@ -241,7 +248,7 @@ def test_data_whose_move_fails_leave_no_items_of_others(items: list[dict[str, An
 def test_what_is_made_of_items_on_a_gpu_has_all_their_transforms(items: list[dict[str, Any]], patched: Any) -> None:
     steps, outer = Compose(moving().transforms[:4]), Compose([ScaleIntensityd("image", 0, 3), RandFlipd(KEYS, 0.5)])
     theirs = Theirs(Theirs(items, steps, progress=False), outer, progress=False)
-    with pytest.warns(CacheWarning, match="items are read at every access"):
+    with pytest.warns(CacheWarning, match="items are read at a hit, too"):
         ours = monai.data.CacheDataset(
             monai.data.CacheDataset(items, steps, progress=False), copy.deepcopy(outer), progress=False
         )
@@ -355,18 +362,71 @@ def test_its_options_are_those_of_a_gds_dataset_too(items: list[dict[str, Any]],
         monai.data.CacheDataset(items, transform(), cache_rates=0.5)
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("CacheDataset", {"transform": moving()}),
+        ("CacheDataset", {"cache_rate": 0.5}),
+        ("CacheDataset", {"runtime_cache": True}),
+        ("SmartCacheDataset", {"replace_rate": 0.5, "cache_rate": 0.5}),
+        ("LMDBDataset", {}),
+    ],
+    ids=["on a GPU", "half", "when it is used", "smart", "LMDB"],
+)
+def test_populate_makes_one_record_of_every_item(
+    items: list[dict[str, Any]], tmp_path: Path, name: str, given: dict[str, Any]
+) -> None:
+    with monai_gds.patch(tmp_path / "cache", populate=True), warnings.catch_warnings(action="error"):
+        ours = getattr(monai.data, name)(items, **{"transform": transform(), "progress": False, **given})
+    assert len([*(tmp_path / "cache").glob("*.safetensors")]) == 4
+    assert "4 of this pipeline" in str(ours)
+
+
 @pytest.mark.parametrize("name", ["CacheDataset", "SmartCacheDataset", "LMDBDataset"])
 def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_program(
     items: list[dict[str, Any]], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "cache").symlink_to("/proc/none/here")
     given = {"replace_rate": 0.5, "cache_rate": 0.5} if name == "SmartCacheDataset" else {}
-    with monai_gds.patch(tmp_path / "cache"):
-        with pytest.warns(CacheWarning, match="Items without a record are computed at every access"):
-            ours = getattr(monai.data, name)(items, transform(), progress=False, **given)
-        assert len(epoch(ours)) == len(ours) > 0
-        with pytest.raises(NotSaved):
-            getattr(monai.data, name)(items, transform(), progress=False, strict=True, **given)
+    for populate in (False, True):
+        with monai_gds.patch(tmp_path / "cache", populate=populate):
+            with pytest.warns(CacheWarning, match="Items without a record are computed in every epoch"):
+                ours = getattr(monai.data, name)(items, transform(), progress=False, **given)
+            assert len(epoch(ours)) == len(ours) > 0
+            with pytest.raises(NotSaved):
+                getattr(monai.data, name)(items, transform(), progress=False, strict=True, **given)
+
+
+class Unstorable(Transform):  # type: ignore[misc]
+    """Adds what no record can hold."""
+
+    def __call__(self, data: Any) -> Any:
+        return {**data, "function": print}
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "said"),
+    [
+        ({}, "/proc/none/here", r"Items without a record are computed AGAIN"),
+        ({"max_bytes": 20_000}, "cache", "4 items are computed AGAIN: the budget"),
+        (
+            {"transform": Compose([Unstorable(), Moves()])},
+            "cache",
+            "4 of 4 items cannot be cached, and are computed AGAIN",
+        ),
+    ],
+    ids=["folder", "budget", "type"],
+)
+def test_what_stays_on_a_gpu_and_has_no_record_is_not_computed_in_every_epoch(
+    items: list[dict[str, Any]], tmp_path: Path, given: dict[str, Any], folder: str, said: str
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "folder").symlink_to(folder)
+    again = "whenever the dataset is made"
+    with monai_gds.patch(tmp_path / "folder"), pytest.warns(CacheWarning, match=said.replace("AGAIN", again)) as told:
+        ours = monai.data.CacheDataset(items, **{"transform": moving(), "progress": False, **given})
+    assert not any("epoch" in str(one.message) for one in told)
+    assert ours._cache[0] is ours._cache[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

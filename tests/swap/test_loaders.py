@@ -73,6 +73,14 @@ def test_positions_of_arguments_are_monais(tmp_path: Path) -> None:
         assert (type(ours), ours.num_workers, len(list(ours))) == (GDSDataLoader, 1, 1)
 
 
+def test_an_argument_without_effect_is_told_at_the_line_that_gives_it(tmp_path: Path) -> None:
+    with monai_gds.patch(tmp_path):
+        dataset = monai.data.CacheDataset(ITEMS, transform(), progress=False)
+        with pytest.warns(UserWarning, match="without effect: buffer_timeout") as told:
+            ThreadDataLoader(dataset, buffer_timeout=1.0)
+    assert [one.filename for one in told] == [__file__]
+
+
 def test_they_stay_monais_over_other_datasets_and_where_that_is_asked_for(tmp_path: Path) -> None:
     with monai_gds.patch(tmp_path):
         assert type(DataLoader(monai.data.Dataset(ITEMS, transform()))) is DataLoader
