@@ -98,7 +98,7 @@ class OwnState(mt.RandomizableTransform):
 
 
 def with_ramp(data: Any, key: str) -> Any:
-    return {**data, key: data[key] + torch.arange(data[key].shape[-1])}
+    return {**data, key: data[key] + torch.arange(data[key].shape[-1]).to(data[key].device)}
 
 
 class Inner(mt.RandomizableTransform):
