@@ -277,12 +277,8 @@ ASKED_BYTES = 4 << 10
 #: Batches that wait for the consumer, each in the device's memory.
 BATCHES_WAITING = 2
 
-#: Seconds that the loader's thread waits at most while the training queues the first step of an epoch on a GPU.
-FIRST_STEP_SECONDS = 0.04
-
-#: Seconds that it waits at most for each of the last steps of an epoch, with what it makes of the next one. A loop that
-#: takes no more keeps the workers as long, and longer steps have room for that work.
-STEP_SECONDS = 0.25
+#: Batches of the next epoch that are made during the last steps of an epoch: those that may wait, and one more.
+BATCHES_AHEAD = 3
 
 #: Batches whose metadata is kept after the consumer took them, if the loader's thread is never at rest.
 METADATA_KEPT = 4

@@ -48,6 +48,11 @@ class _Upcoming:
         """Whether it can be begun without waiting for a worker."""
         return self.running is None or self.running.is_done
 
+    @property
+    def is_made(self) -> bool:
+        """Whether it was made before its epoch began."""
+        return self.running is not None and self.running.begun is not None
+
 
 class ReadAhead:
     """Begins the reads of the items that come next, and finishes them. Belongs to the loader's thread.
@@ -97,7 +102,6 @@ class ReadAhead:
         self._filled: tuple[Any, ...] = ()  # the counts with which no more could be begun
         self.plain = False
         self._last = 0  # size of the last record that has one
-        self._batch = 1  # items of a batch
 
     def taken(self, finished: tuple[int, int]) -> None:
         """Notes, in the consumer's thread, that it took a batch. ``finished`` counts records and bytes up to there."""
@@ -141,11 +145,12 @@ class ReadAhead:
         return items
 
     def next_epoch(self) -> Iterator[None]:
-        """Makes the first items of the next epoch, about a batch of them before each value."""
-        if self._programs is not None and self._last and self._complete:
+        """Makes the items of the first batches of the next epoch, one batch's before each value."""
+        if self._programs is not None and self._last and self._complete and self._limit == inf:
             # A quarter of what may be in flight: a validation may come first, and need memory.
+            self._most_bytes = self._most_bytes or self._bytes_for()
             room = self._most_bytes // 4
-            yield from self._programs.make_next(self._most_records, room, self._last, self._batch, self._around)
+            yield from self._programs.make_next(room, self._last, self._around)
 
     def with_memory(self, work: Callable[[], T]) -> T:
         """Returns what ``work`` returns. If a device has no memory for it, gives up the reads ahead and tries again."""
@@ -200,11 +205,12 @@ class ReadAhead:
         else:
             while len(self._waiting) < self._programs.window and self._draw():
                 pass
-            self._programs.warm()
-            if not self._last:
-                self._begin_drawn(1)  # its size tells for how many there is room
-            # A few at a time, or the first batch, and the training with it, would wait for the reads of many others.
-            self._begin_drawn(sum(upcoming.begun is None for upcoming in self._current) or _SOME)
+            if not self._current[0].is_made:  # else the training begins, and this would compete with its first step
+                self._programs.warm()
+                if not self._last:
+                    self._begin_drawn(1)  # its size tells for how many there is room
+                # A few at a time, or the first batch, and the training with it, would wait for the reads of many others
+                self._begin_drawn(sum(upcoming.begun is None for upcoming in self._current) or _SOME)
         upcoming = self._current[0]
         if upcoming.begun is None:  # even without room: the batch has to be completed
             self._begin(1)
@@ -323,7 +329,6 @@ class ReadAhead:
         if self._programs is not None:
             for upcoming in drawn:
                 upcoming.running = self._programs.order(upcoming.dataset, upcoming.index, upcoming.seed)
-        self._batch = max(self._batch, len(drawn))
         self._most_records = int(min(max(self._most_records, self._records_for(len(drawn))), self._limit))
         self._drawn.append(drawn)
         self._waiting.extend(drawn)

@@ -227,19 +227,17 @@ def _produce(
 
     try:
         with hand_over.on_stream(), measured(watch, hand_over.stream):
-            while not hand_over.stopped and (items := ahead.next_batch()) is not NO_BATCH:
+            while hand_over.room() and (items := ahead.next_batch()) is not NO_BATCH:
                 enter("collating")
                 easy = ahead.plain and plain
                 metadata = [*metadata_in(items)] if easy else []
                 batch = assemble(items)
                 metadata += metadata_in(batch) if easy else ()
                 del items
-                enter("waiting for the training")
-                if not hand_over.put(batch, (ahead.finished, place.made()), easy, metadata):
-                    break
+                hand_over.put(batch, (ahead.finished, place.made()), easy, metadata)
                 del batch  # the consumer alone keeps it
+                enter("waiting for the training")
             for _ in ahead.next_epoch():
-                hand_over.keep_pace()
                 if hand_over.stopped:  # whoever begins another loop waits for this thread
                     break
         end_all(loops)  # before the consumer knows, who may begin another

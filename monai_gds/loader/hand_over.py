@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -77,11 +76,8 @@ class HandOver:
         self._error: BaseException | None = None
         self._ended = self.stopped = False
         self._at_rest = False  # whether the loader's thread waits for room
-        self._first = True  # whether no batch was put
-        self._came = 0  # how often the consumer came for a batch
         self._taken: deque[Sequence[Any]] = deque()  # metadata of the last batches that the consumer took
-        self._room, self._back = Bell(), Bell()  # for the loader's thread: there is room, the consumer has come
-        self._news = Bell()  # for the consumer
+        self._room, self._news = Bell(), Bell()  # for the loader's thread, and for the consumer
 
     # For the loader's thread
 
@@ -89,50 +85,35 @@ class HandOver:
         """Makes the loader's stream current."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def put(self, batch: Any, mark: Any, plain: bool = False, metadata: Sequence[Any] = ()) -> bool:
-        """Hands over a batch, once there is room.
+    def room(self) -> bool:
+        """Waits until there is room for another batch. Returns False if the loop was left.
+
+        To be called before that batch is made: the consumer begins an epoch's first step while this thread rests.
+        """
+        while len(self._parcels) >= self._waiting and not self.stopped:
+            self._at_rest = True
+            self._room.wait()
+        self._at_rest = False
+        return not self.stopped
+
+    def put(self, batch: Any, mark: Any, plain: bool = False, metadata: Sequence[Any] = ()) -> None:
+        """Hands over a batch.
 
         Args:
             batch: the batch.
             mark: for ``on_taken``.
             plain: whether it has no tensors of the device but those in dicts and lists, which are found faster.
             metadata: of the batch, and of the items that it was made of.
-
-        Returns:
-            False if the loop was left.
         """
         made, tensors = None, []
         if self.stream is not None:
             made = self.stream.record_event()
             tensors = [tensor for tensor in cuda_tensors(batch, plain) if tensor.device == self._device]
         self._free(but=limits.METADATA_KEPT)
-        while len(self._parcels) >= self._waiting and not self.stopped:
-            self._at_rest = True
-            self._room.wait()
-        self._at_rest = False
         self._parcels.append(_Parcel(batch, mark, made, tensors, metadata))
         if self.stopped:  # perhaps just now, by a thread that found nothing to drop
             self._parcels.clear()
         self._news.ring()
-        if self.stream is not None and self._first:
-            self._first = False
-            self._let_begin()
-        return not self.stopped
-
-    def keep_pace(self) -> None:
-        """Waits a while until the consumer takes another one of the batches that wait for it, if there are any.
-
-        Whoever does more after the last batch, a bit for each step, disturbs the training no more than before.
-        """
-        waiting, end = len(self._parcels), time.monotonic() + limits.STEP_SECONDS
-        while waiting and len(self._parcels) == waiting and (left := end - time.monotonic()) > 0:
-            self._room.wait(left)  # no batch waits when the loop is left
-
-    def _let_begin(self) -> None:
-        """Lets the consumer queue an epoch's first step, for a device that has nothing to do until then."""
-        end = time.monotonic() + limits.FIRST_STEP_SECONDS
-        while self._came < 2 and not self.stopped and (left := end - time.monotonic()) > 0:
-            self._back.wait(left)
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the batches, with the error after the last one if there is one."""
@@ -152,8 +133,6 @@ class HandOver:
             BaseException: the error of the thread, once.
         """
         self.consumer = threading.get_ident()
-        self._came += 1
-        self._back.ring()
         if self._at_rest:
             self._free(but=1)  # the consumer still has the last one
         while (parcel := self._next()) is None:
@@ -185,8 +164,8 @@ class HandOver:
         self._on_taken = lambda mark: None  # a traceback that is kept must not keep what was read ahead
         self._parcels.clear()
         self._taken.clear()
-        for bell in (self._room, self._back, self._news):
-            bell.ring()
+        self._room.ring()
+        self._news.ring()
         if self._ended:
             self._leave()
 

@@ -29,6 +29,7 @@ def batch(number: int) -> dict[str, Any]:
 
 
 def put(hand_over: HandOver, number: int) -> None:
+    assert hand_over.room()
     made = batch(number)
     hand_over.put(made, None, True, [*metadata_in(made)])
 
@@ -37,6 +38,28 @@ def begun(work: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def test_no_batch_is_made_that_would_have_to_wait_for_room(hand_over: HandOver) -> None:
+    """It would take memory, and the interpreter's lock while the training begins its first step."""
+    for number in range(limits.BATCHES_WAITING):
+        put(hand_over, number)
+    loader = begun(hand_over.room)
+    loader.join(0.05)
+    assert loader.is_alive()
+    hand_over.take()
+    loader.join(10)
+    assert not loader.is_alive()
+
+
+def test_a_loop_that_is_left_wakes_the_loader(hand_over: HandOver) -> None:
+    for number in range(limits.BATCHES_WAITING):
+        put(hand_over, number)
+    found: list[bool] = []
+    loader = begun(lambda: found.append(hand_over.room()))
+    hand_over.stop()
+    loader.join(10)
+    assert found == [False]
 
 
 def test_metadata_is_freed_while_the_loader_rests_and_not_when_its_batch_is_dropped(hand_over: HandOver) -> None:
@@ -90,90 +113,3 @@ def test_a_tensor_that_the_user_adds_to_metadata_goes_with_the_batch(hand_over: 
     del taken
     gc.collect()
     assert added() is None
-
-
-def test_more_work_after_the_last_batch_is_done_bit_by_bit(
-    hand_over: HandOver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "STEP_SECONDS", 60)
-    done: list[int] = []
-
-    def loader() -> None:
-        for bit in range(4):
-            done.append(bit)
-            hand_over.keep_pace()
-
-    for number in range(2):
-        put(hand_over, number)
-    thread = begun(loader)
-    for taken in range(2):
-        until(lambda: len(done) > taken)  # noqa: B023 (called here)
-        thread.join(0.05)
-        assert len(done) == taken + 1
-        hand_over.take()
-    thread.join(10)  # no batch waits any more
-    assert len(done) == 4
-
-
-class SimulatedStream:
-    """Does for a stream of CUDA where nothing is computed."""
-
-    def record_event(self) -> object:
-        return object()
-
-    def wait_event(self, event: object) -> None:
-        assert event is not None
-
-
-def test_the_loader_rests_after_the_first_batch_of_a_simulated_gpu(
-    hand_over: HandOver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And after no other one: a step that syncs would hold it up."""
-    monkeypatch.setattr(limits, "FIRST_STEP_SECONDS", 60)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimulatedStream())
-    hand_over.stream = SimulatedStream()  # type: ignore[assignment]
-    loader = begun(lambda: put(hand_over, 0))
-    hand_over.take()
-    loader.join(0.05)
-    assert loader.is_alive()
-    consumer = begun(hand_over.take)
-    loader.join(10)
-    assert not loader.is_alive()
-    put(hand_over, 1)  # at once
-    consumer.join(10)
-    put(hand_over, 2)
-
-
-def test_the_loader_rests_until_the_first_step_is_queued(hand_over: HandOver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "FIRST_STEP_SECONDS", 60)
-    put(hand_over, 0)
-    hand_over.take()
-    loader = begun(hand_over._let_begin)
-    loader.join(0.05)
-    assert loader.is_alive()
-    second = begun(hand_over.take)  # as soon as the consumer comes, before there is a batch
-    loader.join(10)
-    assert not loader.is_alive()
-    put(hand_over, 1)
-    second.join(10)
-
-
-def test_whoever_takes_no_more_does_not_keep_the_loader(hand_over: HandOver) -> None:
-    """Such as a loop of a given number of steps: the next one has the same workers."""
-    put(hand_over, 0)
-    loader = begun(hand_over.keep_pace)
-    loader.join(10)
-    assert not loader.is_alive()
-
-
-@pytest.mark.parametrize("work", [HandOver._let_begin, HandOver.keep_pace])
-def test_a_loop_that_is_left_wakes_the_loader(
-    hand_over: HandOver, work: Callable[[HandOver], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "FIRST_STEP_SECONDS", 60)
-    monkeypatch.setattr(limits, "STEP_SECONDS", 60)
-    put(hand_over, 0)
-    loader = begun(lambda: work(hand_over))
-    hand_over.stop()
-    loader.join(10)
-    assert not loader.is_alive()

@@ -290,7 +290,8 @@ def test_a_fast_training_has_its_volumes_on_the_gpu(items: list[dict[str, Any]],
     batches = []
     for one in (theirs, ours):
         torch.manual_seed(1)  # MONAI's loader draws its transforms' seed from it
-        batches.append(list(monai.data.ThreadDataLoader(one, num_workers=0, batch_size=2)))
+        loader = monai.data.ThreadDataLoader(one, num_workers=0, batch_size=2)
+        batches.append([{key: batch[key].as_tensor() for key in KEYS} for batch in loader])
     assert_same(batches[1], batches[0])
 
 

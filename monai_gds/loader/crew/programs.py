@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 
+from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.stages import Watch
 from monai_gds.dataset.dataset import GDSDataset
@@ -42,7 +43,7 @@ class Programs:
         self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
         self._foresee, self._news = foresee, crew.news
         self._parts = list(loops)
-        self._next: list[tuple[tuple[GDSDataset, int, Seed], Running]] = []  # the first items of the next epoch
+        self._next: list[list[tuple[tuple[GDSDataset, int, Seed], Running]]] = []  # the next epoch's first batches
         #: How many items are drawn ahead of those that are read.
         self.window = 2 * crew.order.num_workers
 
@@ -52,41 +53,42 @@ class Programs:
 
     def go_on(self) -> None:
         """Has workers begin with the next epoch, since all of this one is ordered."""
-        items: list[tuple[GDSDataset, int, Seed]] = []
+        batches: list[list[tuple[GDSDataset, int, Seed]]] = []
         with suppress(Exception):  # of the user's sampler: it comes again with that epoch
             for batch in self._foresee():
-                items += [(*place, seed) for place, seed in zip(batch.places, batch.seeds, strict=True)]
-                if len(items) >= self.window:
+                batches.append([(*place, seed) for place, seed in zip(batch.places, batch.seeds, strict=True)])
+                if sum(map(len, batches)) >= self.window:
                     break
-        running = self._crew.go_on([self._task(*item) for item in items[: self.window]])
-        self._next = list(zip(items, running, strict=False))
+        first = islice(chain.from_iterable(batches), self.window)
+        running = iter(self._crew.go_on([self._task(*item) for item in first]))
+        self._next = [list(zip(items, running, strict=False)) for items in batches]
 
-    def make_next(self, most: int, room: int, each: int, at_once: int, around: OfThread) -> Iterator[None]:
-        """Makes items of the next epoch, as far as they are drawn, while the training is busy with the last batches of
-        this one. Its first steps would wait for them, and compete with this thread for Python's lock.
+    def make_next(self, room: int, each: int, around: OfThread) -> Iterator[None]:
+        """Makes the items of the first batches of the next epoch, as far as they are drawn, while the training is busy
+        with the last ones of this epoch. Its first steps would wait for them, and compete with this thread for Python's
+        lock.
 
         Not in an epoch that is measured, which would have them in its figures, nor where the order of this one was not
         foreseen.
 
         Args:
-            most: how many.
             room: bytes that they may take.
             each: bytes of a record that is read.
-            at_once: how many are made before each value of this iterator.
             around: the settings of the consumer.
         """
         wanted = self._watch is None and self._crew.foresees
-        todo = list(takewhile(lambda place: place[1].has_program, self._next[:most] if wanted else []))
         with suppress(Exception):  # it comes again with that epoch
-            while todo and room >= each:
-                made = [(running, self.begin(*item, running)) for item, running in todo[: min(room // each, at_once)]]
-                del todo[: len(made)]
+            for batch in self._next[: limits.BATCHES_AHEAD] if wanted else ():
+                drawn = list(takewhile(lambda pair: pair[1].has_program, batch))[: max(0, room // each)]
+                made = [(running, self.begin(*item, running)) for item, running in drawn]
                 for running, begun in made:  # all are being read
                     begun.arrive()  # without these settings, as in an epoch: gradients cannot use what inference reads
                     with around.applied():
                         if begun.replayed():
                             running.begun = begun
                             room -= begun.made_bytes
+                if len(made) < len(batch):
+                    break
                 del made, begun  # or they would take room while others are read
                 yield
 

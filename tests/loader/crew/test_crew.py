@@ -27,7 +27,7 @@ import torch
 from monai.data import DataLoader
 from monai.utils import set_determinism
 
-from monai_gds import CacheWarning, GDSDataLoader, GDSDataset, WorkerDied
+from monai_gds import GDSDataLoader, GDSDataset, WorkerDied, limits
 from monai_gds.dataset import programmed
 from monai_gds.loader import ahead, data_loader, hand_over, later, next_epoch, resume
 from monai_gds.loader.crew import crew, on_values, worker
@@ -308,7 +308,7 @@ def made_ahead(loader: GDSDataLoader, monkeypatch: pytest.MonkeyPatch) -> list[A
     make = programs_of.Programs.make_next
 
     def waiting(self: programs_of.Programs, *given: Any) -> Iterator[None]:
-        for _, running in self._next:
+        for _, running in itertools.chain.from_iterable(self._next):
             running.answer.result(20)
         return make(self, *given)
 
@@ -331,6 +331,27 @@ def test_the_first_items_of_an_epoch_are_made_before_it(tmp_path: Path, monkeypa
         found.append(made_ahead(loader, monkeypatch))
         assert kept(loader) == [True] * COUNT
     assert_same(found, expected)
+
+
+def test_nothing_else_is_begun_while_batches_are_handed_over_whose_items_were_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training's first step would wait for Python's lock."""
+    dataset = make(tmp_path)
+    dataset.set_data(list(range(8)))
+    dataset.populate(num_workers=0, progress=False)
+    loader = load(dataset)
+    made_ahead(loader, monkeypatch)
+    begin, put, done = programs_of.Programs.begin, hand_over.HandOver.put, list[str]()
+
+    def beginning(self: programs_of.Programs, *given: Any) -> Any:
+        done.append("made" if given[-1].begun else "begun")
+        return begin(self, *given)
+
+    monkeypatch.setattr(programs_of.Programs, "begin", beginning)
+    monkeypatch.setattr(hand_over.HandOver, "put", lambda self, *given: (done.append("put"), put(self, *given)))
+    assert len(list(loader)) == 8
+    assert done[: 2 * limits.BATCHES_AHEAD + 1] == ["made", "put"] * limits.BATCHES_AHEAD + ["begun"]
 
 
 def test_as_many_are_made_as_their_crops_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +418,7 @@ def test_items_that_need_much_memory_are_not_made_before_their_epoch(
 def test_items_that_were_made_before_their_epoch_are_given_up_where_memory_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(limits, "BATCHES_AHEAD", 4)
     list(load(make(tmp_path)))  # saves the items
     dataset = make(tmp_path)
     loader = load(dataset, shuffle=False, sampler=torch.utils.data.RandomSampler(dataset, num_samples=6))
@@ -411,8 +433,7 @@ def test_items_that_were_made_before_their_epoch_are_given_up_where_memory_is_ne
 
     assert all(kept(loader)) and len(made) == 4
     monkeypatch.setattr(programmed.Programmed, "arrive", arrived)
-    with pytest.warns(CacheWarning, match="no memory left"):
-        assert len(list(loader)) == 6
+    assert len(list(loader)) == 6
 
 
 def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
