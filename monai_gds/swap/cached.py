@@ -16,6 +16,7 @@ from monai.transforms import Compose, Randomizable, Transform, convert_to_contig
 from monai.transforms.traits import LazyTrait, RandomizableTrait
 
 from monai_gds.dataset.dataset import GDSDataset, changes_items
+from monai_gds.dataset.engines import default_workers
 from monai_gds.dataset.populate import fill
 from monai_gds.dataset.session import Session
 from monai_gds.dataset.settings import CacheOptions
@@ -151,7 +152,8 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         settings = self.settings.on_cpu()
         form = settings.form._replace(numpy=settings.options.arrays != "torch")  # the next transforms take them as such
         records.settings = replace(settings, form=form, again="whenever the dataset is made")
-        records._fill(self._cached)
+        if default_workers(len(self._cached)):  # else threads compute what has no record, as MONAI's do
+            records._fill(self._cached)
         held: Any = self
         held.__class__, held._records = _held(type(self)), records
         held._cache = held._fill_cache(self._cached)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -254,6 +256,32 @@ def test_what_is_made_of_items_on_a_gpu_has_all_their_transforms(items: list[dic
         )
     for _ in range(2):
         assert_same(epoch(ours), epoch(theirs))
+
+
+class Met(Transform):
+    """Returns once two threads of this process are in it."""
+
+    def __init__(self, met: threading.Barrier) -> None:
+        self.met = met
+
+    def __call__(self, item: Any) -> Any:
+        self.met.wait(10)
+        return {**item, "process": os.getpid()}
+
+    def __reduce__(self) -> Any:
+        raise TypeError("another process cannot have the barrier")
+
+
+def test_threads_compute_what_stays_on_a_gpu_where_no_process_can_be_forked(
+    patched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once CUDA is initialised. A process that is not forked imports MONAI first, which may take longer than all."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    steps = Compose([Met(threading.Barrier(2)), Moves()])
+    ours = monai.data.CacheDataset([{"n": n} for n in range(4)], steps, progress=False, num_workers=2)
+    assert {item["process"] for item in ours} == {os.getpid()}
+    ours.flush()
+    assert all(ours._records.is_cached(n) for n in range(4))
 
 
 def test_one_of_some_transforms_of_which_one_moves_to_a_gpu(patched: Any) -> None:
