@@ -359,8 +359,11 @@ class CacheWarning(UserWarning):
 
 #: Packages whose code lies between a user's line and a warning or an error of ours.
 _BETWEEN = frozenset(
-    {"click", "concurrent", "monai", "monai_gds", "multiprocessing", "threading", "torch", "typer", "typing"}
-)
+    (
+        "click", "concurrent", "ignite", "lightning", "lightning_fabric", "monai", "monai_gds", "multiprocessing",
+        "pytorch_lightning", "threading", "torch", "typer", "typing",
+    )
+)  # fmt: skip
 
 
 def warn(message: str, kind: type[Warning] = CacheWarning) -> None:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import io
 import json
+import linecache
 import re
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -63,6 +67,17 @@ def test_a_warning_names_the_line_of_the_users_that_led_to_it(tmp_path: Path) ->
     with pytest.warns(CacheWarning, match="not a record") as further:
         _ = next(iter(DataLoader(filled(tmp_path))))
     assert [one.filename for one in (*given, *further)] == [__file__, __file__]
+
+
+@pytest.mark.parametrize("package", ["ignite.engine", "lightning.pytorch", "lightning_fabric", "pytorch_lightning"])
+def test_a_warning_within_a_trainer_names_the_line_that_begins_it(package: str) -> None:
+    def run(step: Callable[[], None]) -> None:
+        step()
+
+    trainer = FunctionType(run.__code__, {"__name__": package})
+    with pytest.warns(CacheWarning, match="it went wrong") as given:
+        trainer(partial(warn, "it went wrong"))
+    assert "trainer(partial" in linecache.getline(given[0].filename, given[0].lineno)
 
 
 def test_a_warning_of_a_thread_shows_no_code_of_this_package() -> None:

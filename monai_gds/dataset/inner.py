@@ -87,7 +87,7 @@ def steps_of(dataset: Any, steps: Sequence[Callable[..., Any]]) -> tuple[OfDatas
             data = _unpicked(data.data)
     if not why and (steps or not hasattr(found[-1].inner, "session")):  # else there is nothing to add to its records
         return tuple(found)
-    kind = type(dataset.data).__name__
+    kind = type(_unpicked(dataset.data)).__name__  # fill() gives a copy of the dataset a part of its data
     if why and dataset.settings.cache_dir is not None and Notice("read", kind, why, dataset.settings.began).is_new():
         warn(
             f"data is a {kind}, whose items are read at a hit, too: {why}. Give a list of items, or a Dataset, "

@@ -224,6 +224,12 @@ def test_any_other_is_read_at_each_access_with_one_note(
     assert len(notes) == 1 and why in notes[0]
 
 
+def test_there_is_one_note_where_the_cache_is_filled_too(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.warns(CacheWarning) as said:
+        GDSDataset(Noisy(items), [EnsureTyped("image")], tmp_path / "cache", "cpu", populate=True)
+    assert ["data is a Noisy" in str(one.message) for one in said] == [True]
+
+
 def test_so_it_is_where_a_subclass_takes_items_itself(items: list[dict[str, Any]], tmp_path: Path) -> None:
     with pytest.warns(CacheWarning, match="OwnOuter makes items in a way of its own"):
         ours = OwnOuter(Dataset(items, loaded()), outer(), tmp_path / "cache", "cpu")
