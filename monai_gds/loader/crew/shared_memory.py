@@ -160,7 +160,7 @@ class Arenas:
             if arena.nbytes >= self._size and arena.forks in (None, _forks):
                 return arena
             del self._made[arena.place.number]
-        if sum(arena.nbytes for arena in self._made.values()) + self._size > self._most:
+        if not self._size or sum(arena.nbytes for arena in self._made.values()) + self._size > self._most:
             return None
         try:
             arena = Arena(self._size)

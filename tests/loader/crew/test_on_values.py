@@ -349,6 +349,12 @@ def test_memory_is_used_again(make: Make) -> None:
     assert arenas() - before <= 2 * 2 + 5
 
 
+@pytest.mark.filterwarnings("ignore:batches of .* do not all fit")
+def test_the_fewest_bytes_that_may_be_asked_for_leave_room_for_no_batch(make: Make) -> None:
+    data = list(range(COUNT))
+    assert_same(list(load(make(data=data), 2, prefetch_bytes=1)), batches_of(make(data=data)))
+
+
 @pytest.mark.parametrize("batches", [0.5, 3])
 def test_a_batch_that_finds_no_room_is_pickled(make: Make, batches: float) -> None:
     data = list(range(COUNT)) * 3
