@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -400,6 +400,7 @@ def fill(
     indices: Sequence[int] | None = None,
     most_workers: int | None = None,
     progress: bool = True,
+    threads: int = 1,
 ) -> None:
     """Computes what has no record among some items.
 
@@ -411,6 +412,7 @@ def fill(
         indices: which items; None: all.
         most_workers: at most this many processes; None: one per core.
         progress: shows a bar on rank 0.
+        threads: how many compute them where no process can be forked.
 
     Raises:
         PopulateError: items failed; the others are cached. An item that no record can hold is one of them with
@@ -422,9 +424,11 @@ def fill(
         return
     part = copy(dataset)
     part.data = Subset(data, indices) if is_dataset(data := dataset.data) else [data[index] for index in indices]
-    workers = None if most_workers is None else min(most_workers, default_workers(len(indices)))
+    workers = default_workers(len(indices))
     try:
-        done = populate(part, workers, progress and Ranks().rank == 0, 0, 1)
+        with _threads(part.session, 0 if workers else threads) as executor:
+            most = workers if most_workers is None else min(most_workers, workers)
+            done = populate(part, most, progress and Ranks().rank == 0, 0, 1, executor=executor)
         if done.left_out and dataset.settings.strict:
             raise NotSaved(f"strict=True, and the budget of {dataset.cache_dir} leaves out {done.left_out} items")
     except PopulateError as e:
@@ -442,3 +446,13 @@ def fill(
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process
+
+
+@contextmanager
+def _threads(session: Session, count: int) -> Iterator[Executor | None]:
+    """Threads that compute items; None if one is enough, or the items need a process with other settings."""
+    if count < 2 or not session.caches or of_process(session.keys().differences()):
+        yield None
+        return
+    with ThreadPoolExecutor(count, "monai-gds-fill") as executor:
+        yield executor

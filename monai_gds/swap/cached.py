@@ -15,8 +15,8 @@ from monai.data import GDSDataset as MonaisGDSDataset
 from monai.transforms import Compose, Randomizable, Transform, convert_to_contiguous
 from monai.transforms.traits import LazyTrait, RandomizableTrait
 
+from monai_gds.base import cores
 from monai_gds.dataset.dataset import GDSDataset, changes_items
-from monai_gds.dataset.engines import default_workers
 from monai_gds.dataset.populate import fill
 from monai_gds.dataset.session import Session
 from monai_gds.dataset.settings import CacheOptions
@@ -32,12 +32,10 @@ _IN_MEMORY = ("_load_cache_item", "_fill_cache")
 _OF_PERSISTENT = ("_pre_transform", "_post_transform", "_cachecheck")
 
 
-def _fill(
-    dataset: GDSDataset, indices: Sequence[int] | None = None, num_workers: int | None = None, progress: bool = True
-) -> None:
-    """Fills the cache. A folder that cannot be written does not end a program that needs none with MONAI."""
+def _fill(dataset: GDSDataset, *args: Any, **kwargs: Any) -> None:
+    """As :func:`fill`. A folder that cannot be written does not end a program that needs none with MONAI."""
     try:
-        fill(dataset, indices, num_workers, progress)
+        fill(dataset, *args, **kwargs)
     except NotSaved as e:
         if dataset.settings.strict:
             raise
@@ -141,9 +139,11 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         return range(len(data)) if populate else ()
 
     def _fill(self, indices: Sequence[int]) -> None:
-        """Makes the records of items that have none. One worker, MONAI's default, is one per core here."""
+        """Makes the records of items that have none. One worker, MONAI's default, is one per core here, or one thread
+        where no process can be forked.
+        """
         workers = self.num_workers if self.num_workers is not None and self.num_workers > 1 else None
-        _fill(self, indices, workers, self.progress)
+        _fill(self, indices, workers, self.progress, threads=self.num_workers or cores.usable())
 
     def _hold(self, count: int) -> None:
         """Keeps these items in memory; records end after ``count`` transforms."""
@@ -152,8 +152,7 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         settings = self.settings.on_cpu()
         form = settings.form._replace(numpy=settings.options.arrays != "torch")  # the next transforms take them as such
         records.settings = replace(settings, form=form, again="whenever the dataset is made")
-        if default_workers(len(self._cached)):  # else threads compute what has no record, as MONAI's do
-            records._fill(self._cached)
+        records._fill(self._cached)
         held: Any = self
         held.__class__, held._records = _held(type(self)), records
         held._cache = held._fill_cache(self._cached)

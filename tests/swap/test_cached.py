@@ -38,7 +38,7 @@ from monai.transforms import (
 from monai.utils import set_determinism
 
 import monai_gds
-from monai_gds import CacheWarning, GDSDataset, NotSaved
+from monai_gds import CacheWarning, GDSDataset, NotSaved, PopulateError
 from monai_gds.dataset.settings import Settings
 from tests.fixtures_nifti import write_volumes
 from tests.same import assert_same
@@ -258,6 +258,16 @@ def test_what_is_made_of_items_on_a_gpu_has_all_their_transforms(items: list[dic
         assert_same(epoch(ours), epoch(theirs))
 
 
+class Filled(Transform):  # type: ignore[misc]
+    """Adds a tensor of the default type."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, item: Any) -> Any:
+        return {**item, self.key: torch.full((3,), float(item["n"]))}
+
+
 class Met(Transform):
     """Returns once two threads of this process are in it."""
 
@@ -272,16 +282,49 @@ class Met(Transform):
         raise TypeError("another process cannot have the barrier")
 
 
-def test_threads_compute_what_stays_on_a_gpu_where_no_process_can_be_forked(
-    patched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once CUDA is initialised. A process that is not forked imports MONAI first, which may take longer than all."""
+@pytest.fixture
+def unforkable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As once CUDA is initialised. A process that is not forked imports MONAI first, which may take longer than all."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    steps = Compose([Met(threading.Barrier(2)), Moves()])
+
+
+@pytest.mark.parametrize("last", [Moves, EnsureTyped], ids=["on a GPU", "from records"])
+def test_threads_compute_where_no_process_can_be_forked(last: Any, patched: Any, unforkable: None) -> None:
+    steps = Compose([Met(threading.Barrier(2)), last() if last is Moves else last("n")])
     ours = monai.data.CacheDataset([{"n": n} for n in range(4)], steps, progress=False, num_workers=2)
     assert {item["process"] for item in ours} == {os.getpid()}
-    ours.flush()
-    assert all(ours._records.is_cached(n) for n in range(4))
+    assert all(ours.is_cached(n) for n in range(4))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_item_that_fails_there_costs_no_other_item(
+    num_workers: int, items: list[dict[str, Any]], tmp_path: Path, patched: Any, unforkable: None
+) -> None:
+    broken = [{**items[0], "image": str(tmp_path / "none.nii")}, *items[1:]]
+    with pytest.raises(PopulateError, match="1 of 4 items failed, the others are cached") as e:
+        monai.data.CacheDataset(broken, moving(), progress=False, num_workers=num_workers)
+    assert [one.index for one in e.value.failures] == [0]
+    assert len([*(tmp_path / "cache").glob("*.safetensors")]) == 3
+
+
+def test_items_without_room_are_an_error_there_if_that_is_asked_for(
+    items: list[dict[str, Any]], patched: Any, unforkable: None
+) -> None:
+    with pytest.warns(CacheWarning, match="the budget"), pytest.raises(NotSaved, match=r"leaves out [1-4] items"):
+        monai.data.CacheDataset(items, moving(), progress=False, num_workers=2, strict=True, max_bytes=60_000)
+
+
+def test_other_data_are_computed_there_under_the_settings_of_before(patched: Any, unforkable: None) -> None:
+    def steps() -> Compose:
+        return Compose([Filled("x"), Moves()])
+
+    ours = monai.data.CacheDataset([{"n": 0}, {"n": 1}], steps(), progress=False, num_workers=2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        ours.set_data([{"n": 2}, {"n": 3}])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [item["x"].dtype for item in ours] == [torch.float32] * 2
 
 
 def test_one_of_some_transforms_of_which_one_moves_to_a_gpu(patched: Any) -> None:
