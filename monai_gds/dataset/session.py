@@ -145,7 +145,7 @@ class Session(NamedTuple):
     def split(self) -> Split:
         """The pipeline in two halves: what is cached, and what runs in every epoch."""
         runtime, transform = self.runtime, self.dataset.transform
-        if runtime.split is None or runtime.split.compose is not transform or not _of_data(self):
+        if runtime.split is None or not runtime.split.is_of(transform) or not _of_data(self):
             # the first time, or it was replaced
             runtime.split, runtime.keys = _split(self.dataset), None
             runtime.data = self.dataset.data if is_dataset(self.dataset.data) else None

@@ -34,6 +34,7 @@ class Split:
 
     Attributes:
         compose: the pipeline.
+        given: its transforms, when this was made.
         deterministic: the transforms before the first random one, flattened.
         rest: what runs in every epoch.
         inner: the first of these that are the transforms of other datasets, which the item comes from.
@@ -41,12 +42,16 @@ class Split:
     """
 
     def __init__(self, compose: Compose, steady: bool = False, inner: Sequence[Callable[..., Any]] = ()) -> None:
-        self.compose, self.inner = compose, tuple(inner)
+        self.compose, self.given, self.inner = compose, compose.transforms, tuple(inner)
         names = ("map_items", "unpack_items", "lazy", "overrides", "log_stats")
         self._settings = {name: getattr(compose, name) for name in names}
         self._own, self.rest = _divide(compose) if in_order(compose) else ([], [compose])
         self.deterministic = [*self.inner, *self._own]
         self.steady = Steady(self.deterministic) if steady else None
+
+    def is_of(self, compose: Compose) -> bool:
+        """Whether this is the split of a pipeline as it is now."""
+        return self.compose is compose and self.given is compose.transforms
 
     def settings(self) -> dict[str, Any]:
         """The settings of the pipeline that change the result of the deterministic half."""

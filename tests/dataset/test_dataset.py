@@ -486,6 +486,14 @@ def test_replacing_the_transform(make: Make) -> None:
             _ = dataset[0]
 
 
+@pytest.mark.parametrize("random", [[], [mt.RandIdentity()]], ids=["cached", "random"])
+def test_replacing_the_transforms_of_the_compose(make: Make, random: list[Any]) -> None:
+    dataset = make(mt.Compose([mt.Identity(), *random, mt.Lambda(lambda d: {"x": d["x"] + 1})]), [{"x": 1}])
+    assert dataset[0] == {"x": 2}
+    dataset.transform.transforms = (mt.Identity(), *random, mt.Lambda(lambda d: {"x": d["x"] + 10}))
+    assert dataset[0] == {"x": 11}
+
+
 def test_a_transform_changed_in_place_is_looked_at_again_when_asked(make: Make) -> None:
     transform = mt.Compose([mt.ScaleIntensityd("x", 0.0, 1.0)])
     dataset = make(transform, [{"x": torch.arange(4.0)}])

@@ -123,6 +123,8 @@ def test_the_inner_transforms_count(items: list[dict[str, Any]], tmp_path: Path)
     expected = epoch(Dataset(inner, outer()))
     assert_same(epoch(ours), expected)
     assert len(READ) == 3
+    inner.transform.transforms = loaded(ScaleIntensityd("image", 0, 5)).transforms
+    assert_same(epoch(ours), epoch(Dataset(inner, outer())))
     inner.data = items[1:]
     assert_same(epoch(ours), epoch(Dataset(inner, outer())))
     assert_same(epoch(ours), epoch(Dataset(inner, outer())))
