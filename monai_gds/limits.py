@@ -277,7 +277,7 @@ ASKED_BYTES = 4 << 10
 #: Batches that wait for the consumer, each in the device's memory.
 BATCHES_WAITING = 2
 
-#: Batches of the next epoch that are made during the last steps of an epoch: those that may wait, and one more.
+#: Batches of the next epoch whose items are made during the last steps of an epoch: those that may wait, and one more.
 BATCHES_AHEAD = 3
 
 #: Batches whose metadata is kept after the consumer took them, if the loader's thread is never at rest.

@@ -89,7 +89,8 @@ class Epoch(Iterator[Any]):
             place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave, loader.batches_waiting())
-        work = (ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate, loader.skipping)
+        self._skipping: Skipping | None = loader.skipping
+        work = ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
         self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
@@ -113,7 +114,10 @@ class Epoch(Iterator[Any]):
             del self
             raise
         except BaseException as e:
+            complete = isinstance(e, StopIteration) and not self._hand_over.stopped
             self.stop()
+            if complete and self._skipping is not None and (said := self._skipping.warning()):
+                warn(said)
             shorten(e)
             raise
 
@@ -211,7 +215,6 @@ def _produce(
     watch: Watch | None,
     loops: Loops,
     plain: bool,
-    skipping: Skipping | None,
 ) -> None:
     """The loader's thread. ``plain``: whether batches are made of items by our own function."""
     ended = False
@@ -244,8 +247,6 @@ def _produce(
         if not hand_over.stopped:
             ahead.end()
             ended = True
-            if skipping is not None and (warning := skipping.warning()):
-                warn(warning)
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")

@@ -441,7 +441,9 @@ def test_a_file_that_is_edited_between_epochs_is_read_again(tmp_path: Path, monk
     for item in items:
         Path(item["path"]).write_text("1")
     transform = mt.Compose([Read(), mt.RandSpatialCropd("image", (32, 32, 32))])
-    loader = load(GDSDataset(items, transform, tmp_path / "cache", device="cpu"))
+    dataset = GDSDataset(items, transform, tmp_path / "cache", device="cpu")
+    dataset.populate(num_workers=0, progress=False)  # what is just being saved is drawn again, too
+    loader = load(dataset)
     done_again: list[object] = []
     again = Crew.again
     monkeypatch.setattr(Crew, "again", lambda self, running: (done_again.append(running), again(self, running)))
