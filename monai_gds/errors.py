@@ -361,7 +361,7 @@ class CacheWarning(UserWarning):
 _BETWEEN = frozenset(
     (
         "click", "concurrent", "ignite", "lightning", "lightning_fabric", "monai", "monai_gds", "multiprocessing",
-        "pytorch_lightning", "threading", "torch", "typer", "typing",
+        "pytorch_lightning", "threading", "torch", "typer", "typing", "weakref",
     )
 )  # fmt: skip
 

@@ -107,8 +107,9 @@ def items_of(data: Any, steps: Sequence[Any]) -> Sequence[Any]:
 def are_of(data: Any, steps: Sequence[Any]) -> bool:
     """Whether the steps are those of the data still."""
     for step in reversed(steps):
-        same = step.inner.transform is step.compose and step.compose.transforms is step.transforms
-        if _unpicked(data) is not step.inner or not same:
+        if _unpicked(data) is not step.inner or step.inner.transform is not step.compose:
+            return False
+        if step.compose.transforms is not step.transforms:
             return False
         data = step.inner.data
     return not is_dataset(data)

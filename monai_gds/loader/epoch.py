@@ -89,11 +89,10 @@ class Epoch(Iterator[Any]):
             place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave, loader.batches_waiting())
-        self._skipping: Skipping | None = loader.skipping
         work = ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
-        self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers)
+        self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers, loader.skipping)
         self.stop.atexit = False
         _epochs.add(self)
         try:
@@ -114,10 +113,7 @@ class Epoch(Iterator[Any]):
             del self
             raise
         except BaseException as e:
-            complete = isinstance(e, StopIteration) and not self._hand_over.stopped
             self.stop()
-            if complete and self._skipping is not None and (said := self._skipping.warning()):
-                warn(said)
             shorten(e)
             raise
 
@@ -240,6 +236,7 @@ def _produce(
                 hand_over.put(batch, (ahead.finished, place.made()), easy, metadata)
                 del batch  # the consumer alone keeps it
                 enter("waiting for the training")
+            hand_over.complete = True
             for _ in ahead.next_epoch():
                 if hand_over.stopped:  # whoever begins another loop waits for this thread
                     break
@@ -260,19 +257,23 @@ def _produce(
 
 
 def _stop(
-    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: Programs | WorkerBatches | None
-) -> None:
+    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: Programs | WorkerBatches | None,
+    skipping: Skipping | None,
+) -> None:  # fmt: skip
+    """Leaves a loop. Tells what was skipped if all batches were taken: a trainer that counts them asks for no more."""
     if not owner.is_this_process():  # locks, thread and workers belong to the parent
         return
+    said = skipping.warning() if skipping is not None and hand_over.is_over else ""
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()
-    if not thread.is_alive():  # it has ended; or Ctrl-C struck before it began, and it will end at once
-        return
-    _left_threads.add(thread)
-    # The collector may get here in any thread: in this one, or in one that this one waits for.
-    if hand_over.consumer == threading.get_ident():
-        _leave(thread, _LEAVE_SECONDS)  # or until Ctrl-C: whoever comes next waits on
+    if thread.is_alive():  # else it has ended; or Ctrl-C struck before it began, and it will end at once
+        _left_threads.add(thread)
+        # The collector may get here in any thread: in this one, or in one that this one waits for.
+        if hand_over.consumer == threading.get_ident():
+            _leave(thread, _LEAVE_SECONDS)  # or until Ctrl-C: whoever comes next waits on
+    if said:
+        warn(said)
 
 
 def _leave(thread: threading.Thread, seconds: float | None) -> None:

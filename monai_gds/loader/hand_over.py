@@ -56,6 +56,7 @@ class HandOver:
 
     Attributes:
         stopped: whether the loop was left.
+        complete: whether the thread has put the last batch, unless the loop was left.
         stream: the loader's, on a CUDA device.
         consumer: the thread that took the last batch; before the first, the one that made this object.
     """
@@ -74,7 +75,7 @@ class HandOver:
             self.stream.wait_stream(torch.cuda.current_stream(device))
         self._parcels: deque[_Parcel] = deque()
         self._error: BaseException | None = None
-        self._ended = self.stopped = False
+        self._ended = self.stopped = self.complete = False
         self._at_rest = False  # whether the loader's thread waits for room
         self._taken: deque[Sequence[Any]] = deque()  # metadata of the last batches that the consumer took
         self._room, self._news = Bell(), Bell()  # for the loader's thread, and for the consumer
@@ -157,6 +158,11 @@ class HandOver:
         self._taken.append(parcel.metadata)
         self._room.ring()  # last: the thread that wakes takes the interpreter's lock, which each of these gives back
         return parcel.batch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the consumer has taken every batch, and has not left the loop."""
+        return self.complete and not self.stopped and not self._parcels
 
     def stop(self) -> None:
         """Leaves the loop: nothing is put or taken any more. May be called in any thread, by the collector too."""

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import traceback
 import warnings
 import weakref
@@ -94,6 +95,25 @@ def test_others_take_the_places(make: Make, num_workers: int, programs: str) -> 
     assert "skipped item 17" in str(loader.stats())
     with pytest.warns(CacheWarning):
         assert epoch(make())[0] == found, "the same items whoever makes them"
+
+
+def test_a_loop_that_counts_its_batches_is_told_what_was_skipped(make: Make) -> None:
+    """As under Lightning and Ignite. One that is left before its end is not."""
+    loader = GDSDataLoader(make(), batch_size=4, on_error="skip")
+    with pytest.warns(CacheWarning, match="3 items were skipped in this epoch") as told:
+        loop = iter(loader)
+        for _ in range(len(loader)):
+            next(loop)
+        for thread in threading.enumerate():
+            if thread.name == "monai-gds-loader":
+                thread.join(10)  # as after a step
+        del loop
+    assert [one.filename for one in told] == [__file__]
+    with warnings.catch_warnings(action="error"):
+        loop = iter(loader)
+        for _ in range(len(loader) - 1):
+            next(loop)
+        del loop
 
 
 class OnCuda(RandomizableTransform):  # type: ignore[misc]
