@@ -689,7 +689,7 @@ def test_the_next_epoch_is_foreseen_with_validations_between(make: Make, every: 
 
 
 def crew_of_loop(loop: Any) -> Crew:
-    *_, programs = loop._batches.stop.peek()[2]
+    *_, programs, _ = loop._batches.stop.peek()[2]
     return programs._crew
 
 
