@@ -350,23 +350,26 @@ def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:
             continue
         met.add((id(value), hidden))
         inner: Iterable[Any] = ()
-        if isinstance(value, np.ndarray):  # of eight crops some three hundred
-            inner, hidden = value.flat if value.dtype.hasobject else (), True
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             yield value, hidden
             inner, hidden = vars(value).values(), True
         elif isinstance(value, dict):
             inner = value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             inner, hidden = value, hidden or not (isinstance(value, list) or type(value) is tuple)
+        elif isinstance(value, np.ndarray):
+            inner, hidden = value.flat if value.dtype.hasobject else (), True
         elif not isinstance(value, (type, ModuleType)):
             inner, hidden = getattr(value, "__dict__", {}).values(), True
-        todo += [(part, hidden) for part in inner if part.__class__ not in _PLAIN]
+        todo += [
+            (part, hidden) for part in inner
+            if (kind := part.__class__) not in _PLAIN and (kind is not np.ndarray or part.dtype.hasobject)
+        ]  # fmt: skip
 
 
 _ATOMS = (str, int, float, bytes, type(None))
 
-#: Types that are atoms, which is faster to tell than of a value.
+#: Types of most values in metadata, which hold nothing. (The crops of an item have three hundred arrays there.)
 _PLAIN = frozenset((*_ATOMS, bool))
 
 
