@@ -243,7 +243,7 @@ class ReadAhead:
         each item, or the first batch, and the training with it, would wait for the draws of many others. 0: any number.
         """
         begun = self._current[0].begun
-        if not isinstance(begun, Begun) or begun.queue is None or self._current[0].dataset.session.runtime.is_slow:
+        if not isinstance(begun, Begun) or begun.lazy is None or self._current[0].dataset.session.runtime.is_slow:
             return 0
         return sum(upcoming.begun is None for upcoming in self._current) or _SOME
 
