@@ -233,19 +233,10 @@ class ReadAhead:
             if room < least or not self._waiting:
                 self._filled = counted
                 continue
-            few = self._few()
+            few = _few(self._current)
             self._begin(min(room, few or room, len(self._waiting)))
             if few:
                 return
-
-    def _few(self) -> int:
-        """How many records to begin at once where each is drawn, in this thread: what the batch needs, then some for
-        each item, or the first batch, and the training with it, would wait for the draws of many others. 0: any number.
-        """
-        begun = self._current[0].begun
-        if not isinstance(begun, Begun) or begun.lazy is None or self._current[0].dataset.session.runtime.is_slow:
-            return 0
-        return sum(upcoming.begun is None for upcoming in self._current) or _SOME
 
     def _room(self) -> int:
         """How many more records, each as large as the last one, may be begun; one while no size is known."""
@@ -345,6 +336,16 @@ class ReadAhead:
         self._drawn.append(drawn)
         self._waiting.extend(drawn)
         return True
+
+
+def _few(current: Sequence[_Upcoming]) -> int:
+    """How many records to begin at once where each is drawn, in this thread: what the batch needs, then some for each
+    item, or the first batch, and the training with it, would wait for the draws of many others. 0: any number.
+    """
+    begun = current[0].begun
+    if not isinstance(begun, Begun) or begun.lazy is None or current[0].dataset.session.runtime.is_slow:
+        return 0
+    return sum(upcoming.begun is None for upcoming in current) or _SOME
 
 
 def _drop_frames(error: BaseException | None) -> None:
