@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from monai_gds.errors import BackendUnavailable, BrokenImage, meant, warn
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
-from monai_gds.imagenet.dali.decoding import Decoding
-from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution
+from monai_gds.imagenet.dali.decoding import Decoding, headers
+from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution, tensor_list
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.readers import Batch, FileReader
@@ -164,6 +164,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         how = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         self._reader = self._open_reader(images, window=window, options=storage_options)
         self._pipe = self._make_pipeline(how)
+        self._headers = headers(self._sampler.batch_size, self._decoding.options.get("adjust_orientation", True))
         self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
         self.copied_back = 0
@@ -197,8 +198,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             graph=self._graph,
         )  # fmt: skip
         inputs: dict[str, dict[str, Any]] = {"image": {"device": where, "no_copy": self._recycles}, "label": {}}
-        if self._decoding.random:
-            inputs["draws"] = {}
+        if self._decode:
+            inputs.update((name, {}) for name in self._decoding.inputs)
         return FedPipeline(
             inputs, graph, batch_size=self._sampler.batch_size, device=self.device,
             seed=self._sampler.seed + self._sampler.shard_id, execution=how,
@@ -282,6 +283,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self.reset()
         if self._pipe is not None:
             self._pipe.discard()
+        self._headers.discard()
         self._reader.close()
 
     def _run(self) -> Generator[dict[str, Any]]:
@@ -334,10 +336,13 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             sizes = [image.numel() for image in batch.images]
             self.copied_back += sum(sizes)
             batch.images = torch.split(torch.cat(list(batch.images)).cpu(), sizes)
-        arrays = {"image": arrays_of(batch), "label": batch.labels[:, None]}
-        if self._decoding.random:
-            arrays["draws"] = self._decoding.draw(self._sampler.seed, epoch, batch.indices)
-        return arrays
+        arrays: dict[str, Any] = {"image": arrays_of(batch), "label": batch.labels[:, None]}
+        if not self._decode:
+            return arrays
+        arrays["image"] = images = tensor_list(arrays["image"])
+        ((_, found),) = self._headers.run([batch], lambda _: {"image": images})
+        shapes = np.asarray(found["shape"])
+        return {**arrays, **self._decoding.arrays(self._sampler.seed, epoch, batch.indices, shapes)}
 
     def _labels(self, labels: Any) -> Any:
         """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""
@@ -357,7 +362,7 @@ def _graph_of(
     """The DALI graph. Not a method, so that a dropped dataset is not in a cycle and frees GPU memory at once."""
     image, label = nodes["image"], nodes["label"]
     if decoding is not None:
-        image = decoding.graph(image, on_gpu, nodes.get("draws"))
+        image = decoding.graph(image, on_gpu, nodes)
     if graph is not None:
         image, label = graph(image, label)
     return {"image": image, "label": label}
