@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -161,9 +161,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             len(images), batch_size, shuffle, seed, shard_id, num_shards,
             policy_named(last_batch, last_batch_policy), images.bounds, window,
         )  # fmt: skip
-        how = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         self._reader = self._open_reader(images, window=window, options=storage_options)
-        self._pipe = self._make_pipeline(how)
+        self._pipe = self._make_pipeline(execution(num_threads, prefetch_queue_depth, exec_dynamic, threads))
         self._headers = headers(self._sampler.batch_size, self._decoding.options.get("adjust_orientation", True))
         self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
@@ -312,8 +311,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                     if at > begin:
                         yield batch
             except PipelineFailed as e:
-                arrays = partial(self._arrays, epoch)
-                self._broken.note_failure(e, self.device, self._decoding, arrays, self._decode)
+                self._broken.note_failure(
+                    e, self.device, self._decoding, self._decode,
+                    lambda one: self._arrays(epoch, *self._with_shapes([one])),
+                )  # fmt: skip
             except BrokenImage as e:
                 self._broken.note_empty(e)
         if ends_empty:
@@ -326,23 +327,33 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 for batch in read:
                     yield {"image": list(batch.images), "label": self._labels(torch.from_numpy(batch.labels))}
                 return
-            for batch, outputs in self._pipe.run(read, partial(self._arrays, epoch)):
-                if self._recycles:
-                    batch.done()
-                yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
+            with closing(self._with_shapes(read)) as feeds:
+                for batch, outputs in self._pipe.run(feeds, partial(self._arrays, epoch)):
+                    if self._recycles:
+                        batch.done()
+                    yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
+
+    def _with_shapes(self, batches: Iterable[Batch]) -> Generator[Batch]:
+        """Adds the shapes of images that are to be decoded. The next batch's headers are read meanwhile."""
+        if not self._decode:
+            yield from batches
+            return
+
+        def encoded(batch: Batch) -> dict[str, Any]:
+            if batch.images[0].is_cuda:
+                self.copied_back += batch.copy_back()
+            return {"image": tensor_list(arrays_of(batch))}
+
+        for batch, found in self._headers.run(batches, encoded):
+            batch.shapes = np.asarray(found["shape"])
+            yield batch
 
     def _arrays(self, epoch: int, batch: Batch) -> dict[str, Any]:
-        if self._decode and batch.images[0].is_cuda:  # copied back
-            sizes = [image.numel() for image in batch.images]
-            self.copied_back += sum(sizes)
-            batch.images = torch.split(torch.cat(list(batch.images)).cpu(), sizes)
-        arrays: dict[str, Any] = {"image": arrays_of(batch), "label": batch.labels[:, None]}
+        labels = batch.labels[:, None]
         if not self._decode:
-            return arrays
-        arrays["image"] = images = tensor_list(arrays["image"])
-        ((_, found),) = self._headers.run([batch], lambda _: {"image": images})
-        shapes = np.asarray(found["shape"])
-        return {**arrays, **self._decoding.arrays(self._sampler.seed, epoch, batch.indices, shapes)}
+            return {"image": arrays_of(batch), "label": labels}
+        cuts = self._decoding.arrays(self._sampler.seed, epoch, batch.indices, batch.shapes)
+        return {"image": tensor_list(arrays_of(batch)), "label": labels, **cuts}
 
     def _labels(self, labels: Any) -> Any:
         """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""
