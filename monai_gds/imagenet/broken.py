@@ -52,8 +52,8 @@ class BrokenImages:
         raise BrokenImage(path, f"{self.reasons[path]}, and so is every other image")
 
     def note_failure(
-        self, error: PipelineFailed, device: torch.device, decoding: Decoding, decodes: bool,
-        arrays: Callable[[Batch], Mapping[str, Any]],
+        self, error: PipelineFailed, device: torch.device, decoding: Decoding,
+        arrays: Callable[[Batch], Mapping[str, Any]], decodes: bool,
     ) -> None:  # fmt: skip
         """Notes the images that made a pipeline fail, which decodes these ``arrays`` of each batch.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from monai_gds.errors import BackendUnavailable, BrokenImage, meant, warn
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
-from monai_gds.imagenet.dali.decoding import Decoding, headers
+from monai_gds.imagenet.dali.decoding import Decoding
+from monai_gds.imagenet.dali.headers import Headers
 from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution, tensor_list
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
@@ -163,7 +164,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         )  # fmt: skip
         self._reader = self._open_reader(images, window=window, options=storage_options)
         self._pipe = self._make_pipeline(execution(num_threads, prefetch_queue_depth, exec_dynamic, threads))
-        self._headers = headers(self._sampler.batch_size, self._decoding.options.get("adjust_orientation", True))
+        self._headers = Headers(len(images), self._sampler.batch_size, decoder or {})
         self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
         self.copied_back = 0
@@ -311,10 +312,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                     if at > begin:
                         yield batch
             except PipelineFailed as e:
-                self._broken.note_failure(
-                    e, self.device, self._decoding, self._decode,
-                    lambda one: self._arrays(epoch, *self._with_shapes([one])),
-                )  # fmt: skip
+                self._broken.note_failure(e, self.device, self._decoding, partial(self._arrays, epoch), self._decode)
             except BrokenImage as e:
                 self._broken.note_empty(e)
         if ends_empty:
@@ -327,33 +325,22 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 for batch in read:
                     yield {"image": list(batch.images), "label": self._labels(torch.from_numpy(batch.labels))}
                 return
-            with closing(self._with_shapes(read)) as feeds:
-                for batch, outputs in self._pipe.run(feeds, partial(self._arrays, epoch)):
-                    if self._recycles:
-                        batch.done()
-                    yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
-
-    def _with_shapes(self, batches: Iterable[Batch]) -> Generator[Batch]:
-        """Adds the shapes of images that are to be decoded. The next batch's headers are read meanwhile."""
-        if not self._decode:
-            yield from batches
-            return
-
-        def encoded(batch: Batch) -> dict[str, Any]:
-            if batch.images[0].is_cuda:
-                self.copied_back += batch.copy_back()
-            return {"image": tensor_list(arrays_of(batch))}
-
-        for batch, found in self._headers.run(batches, encoded):
-            batch.shapes = np.asarray(found["shape"])
-            yield batch
+            for batch, outputs in self._pipe.run(read, partial(self._arrays, epoch)):
+                if self._recycles:
+                    batch.done()
+                yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
 
     def _arrays(self, epoch: int, batch: Batch) -> dict[str, Any]:
+        """What the pipeline is fed for a batch. Raises PipelineFailed for a broken header."""
         labels = batch.labels[:, None]
         if not self._decode:
             return {"image": arrays_of(batch), "label": labels}
-        cuts = self._decoding.arrays(self._sampler.seed, epoch, batch.indices, batch.shapes)
-        return {"image": tensor_list(arrays_of(batch)), "label": labels, **cuts}
+        if batch.images[0].is_cuda:
+            self.copied_back += batch.copy_back()
+        images = tensor_list(arrays_of(batch))
+        shapes = self._headers.shapes(batch.indices, images, batch)
+        cuts = self._decoding.arrays(self._sampler.seed, epoch, batch.indices, shapes)
+        return {"image": images, "label": labels, **cuts}
 
     def _labels(self, labels: Any) -> Any:
         """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ class Batch:
     images: Sequence[torch.Tensor]  # 1-D uint8 tensors on the reader's device, slices of a shared buffer
     labels: np.ndarray  # int32, (batch,)
     release: Callable[[], None]  # gives the images' memory back
-    shapes: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))  # (batch, 2), once headers were read
 
     def singles(self) -> Iterator[Batch]:
         """Each image as a batch of its own, in host memory."""

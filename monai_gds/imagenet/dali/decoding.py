@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
-from monai_gds.imagenet.dali.pipeline import FedPipeline, dali, execution
+from monai_gds.imagenet.dali.pipeline import dali
 from monai_gds.imagenet.files.sampling import uniform
 
 #: Mean and standard deviation of ImageNet's training images, RGB, for values of 0 to 255, as in torchvision's examples.
@@ -58,7 +57,7 @@ class Decoding:
 
         Args:
             seed, epoch, images: what is random follows from these; ``images`` are indices.
-            shapes: upright heights and widths, int64 (images, 2), as :func:`headers` gives them.
+            shapes: heights and widths, int32 (images, 2), of :class:`~monai_gds.imagenet.dali.headers.Headers`.
         """
         drawn = uniform(seed, epoch, images, 2 * self._attempts + 3)
         found: dict[str, np.ndarray] = {}
@@ -155,20 +154,3 @@ def _middles(shapes: np.ndarray, crop: tuple[int, int]) -> tuple[np.ndarray, np.
     size = np.maximum(shapes * height // shapes[:, :1], shapes * width // shapes[:, 1:])
     spare = size - np.array(crop)
     return (spare + 1) // 4 + (spare + 2) // 4, size  # half of what is spare, rounded to even
-
-
-def headers(batch_size: int, adjust_orientation: bool) -> FedPipeline[Any]:
-    """A pipeline from encoded images, ``image``, to their upright heights and widths, ``shape``.
-
-    It fails at what has no header of an image, where in batches of 32 and more DALI 2.4's decoders would crash.
-    """
-
-    def graph(nodes: dict[str, Any]) -> dict[str, Any]:
-        module = dali()
-        peek = module.fn.peek_image_shape
-        return {"shape": peek(nodes["image"], adjust_orientation=adjust_orientation, dtype=module.types.INT64)[:2]}
-
-    return FedPipeline(
-        {"image": {"no_copy": True}}, graph, batch_size=batch_size, device=torch.device("cpu"),
-        execution=execution(num_threads=1, prefetch_queue_depth=1),
-    )  # fmt: skip

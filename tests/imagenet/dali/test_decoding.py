@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from monai_gds.imagenet.dali.decoding import Decoding, headers
+from monai_gds.imagenet.dali.decoding import Decoding
+from monai_gds.imagenet.dali.headers import Headers
 from monai_gds.imagenet.dali.pipeline import FedPipeline, execution
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
@@ -36,9 +37,8 @@ def outputs(graph: Callable[[dict[str, Any]], Any], batches: list[dict[str, Any]
 
 def decoded(decoding: Decoding, images: list[np.ndarray], epochs: int = 1) -> list[torch.Tensor]:
     """The images of some epochs, cut where the decoding says."""
-    adjust = decoding.options.get("adjust_orientation", True)
-    ((_, found),) = headers(len(images), adjust).run([images], lambda batch: {"image": batch})
-    shapes, numbers = np.asarray(found["shape"]), np.arange(len(images))
+    numbers = np.arange(len(images))
+    shapes = Headers(len(images), len(images), decoding.options).shapes(numbers, images, None)
     batches = [{"image": images, **decoding.arrays(0, epoch, numbers, shapes)} for epoch in range(epochs)]
     return outputs(lambda nodes: decoding.graph(nodes["image"], False, nodes), batches)
 
