@@ -83,7 +83,8 @@ def test_a_small_folder_is_timed_over_64_batches(folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("complete", [0, 1])
 def test_ctrl_c_shows_the_tables_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: int) -> None:
-    images, measured, compare = write_image_folder(tmp_path / "images", 12), [], loaders.compare
+    images, compare = write_image_folder(tmp_path / "images", 12), loaders.compare
+    measured: list[str] = []
 
     def interrupted(*given: Any) -> Any:
         if len(measured) == complete:
