@@ -442,7 +442,8 @@ def fill(
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
         failed, again = f"{len(e.failures)} of {len(indices)} items", dataset.settings.again
-        warn(f"{failed} cannot be cached, and are computed {again}: {e.failures[0].error}")
+        said = f"{failed} cannot be cached, and are computed {again}: {e.failures[0].error}"
+        part.session.runtime.misses.warn_once(UnsupportedType, said)  # and not of each item again
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process
