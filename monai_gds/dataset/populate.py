@@ -375,13 +375,13 @@ def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
 # While a dataset is made
 
 
-def check_room(session: Session) -> None:
+def check_room(dataset: PersistentDataset) -> None:
     """For ``strict``: makes the first record that is missing, where a budget may leave no room for it.
 
     Raises:
         NotSaved: there is no room.
     """
-    settings, count = session.settings, len(session.dataset.data)
+    session, settings, count = dataset.session, dataset.settings, len(dataset.data)
     if not session.caches or limit_of(settings.folders[0], settings.max_bytes) is None:
         return
     view = session.for_worker()
