@@ -102,7 +102,7 @@ class Unsized(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from range(ITEMS)
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 class Sized(Unsized):

@@ -8,7 +8,6 @@ import itertools
 import logging
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import warnings
@@ -812,11 +811,10 @@ def _user_space(
 
 #: Reads a file by a driver in user space, as another process: prints what came of it.
 _OTHER_PROCESS = """
-import sys
 from monai_gds import open_storage
 from monai_gds.storage import Reads
 from monai_gds.storage.xnvme import user_space
-user_space._DEVICES = sys.argv[1]
+user_space._DEVICES, user_space._CLOSING_SECONDS = sys.argv[1], 0.1
 storage = open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=sys.argv[2])
 try:
     read = storage.load(Reads.of(sys.argv[3], [(0, 3_000_000)])).wait()[0].numel()
@@ -1092,6 +1090,7 @@ class TestUserSpace:
     ) -> None:
         _pci_device(tmp_path, "uio_pci_generic", monkeypatch)
         monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
+        monkeypatch.setattr(user_space, "_CLOSING_SECONDS", 0.1)
         double = libraries.Double(kind)
         with libraries.using(kind), _user_space(disk, be=be) as storage:
             double.reset()
