@@ -66,8 +66,7 @@ class BrokenImages:
         if decodes or ".decoders." in str(error):
             for batch in error.feeds:
                 assert isinstance(batch, Batch)
-                encoded = [image.cpu().numpy() for image in batch.images]
-                found = undecodable({**arrays(batch), "image": encoded}, device, decoding)
+                found = undecodable(batch, device, decoding, arrays)
                 for position, why in found:
                     self._note(int(batch.indices[position]), why, error)
                 if found:
@@ -90,18 +89,31 @@ class BrokenImages:
         self._indices.add(index)
 
 
-def undecodable(arrays: Mapping[str, Any], device: torch.device, decoding: Decoding) -> list[tuple[int, str]]:
-    """Decodes the images of a batch one by one. Returns position and the decoder's message for each that fails."""
-    names = [name for name in ("image", "draws") if name in arrays]  # some images fail only where a part is decoded
+def undecodable(
+    batch: Batch, device: torch.device, decoding: Decoding, arrays: Callable[[Batch], Mapping[str, Any]]
+) -> list[tuple[int, str]]:
+    """Decodes the images of a batch one by one, unless a header is broken.
+
+    Some images fail only where a part is decoded, so the part is that of ``arrays``. Returns position and the
+    decoder's message for each image that fails.
+    """
+    names, found = ("image", *decoding.inputs), []
+    fed: dict[int, Mapping[str, Any]] = {}
+    for i, image in enumerate(batch.singles()):
+        try:
+            fed[i] = {name: array for name, array in arrays(image).items() if name in names}
+        except PipelineFailed as e:
+            found.append((i, _reason(str(e))))
+    if found:
+        return found
     pipe: FedPipeline[int] = FedPipeline(
         {name: {} for name in names},
-        lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda", nodes.get("draws"))},
+        lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda", nodes)},
         batch_size=1, device=device, execution=execution(num_threads=1),
     )  # fmt: skip
-    found = []
-    for i in range(len(arrays["image"])):
+    for i in fed:
         try:
-            list(pipe.run([i], lambda number: {name: [arrays[name][number]] for name in names}))
+            list(pipe.run([i], fed.__getitem__))
         except PipelineFailed as e:
             found.append((i, _reason(str(e))))
     return found

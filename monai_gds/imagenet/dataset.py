@@ -17,7 +17,8 @@ from monai_gds.errors import BackendUnavailable, BrokenImage, meant, warn
 from monai_gds.imagenet.background_close import close_when_dropped
 from monai_gds.imagenet.broken import BrokenImages
 from monai_gds.imagenet.dali.decoding import Decoding
-from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution
+from monai_gds.imagenet.dali.headers import Headers
+from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, dali, execution, tensor_list
 from monai_gds.imagenet.files.listing import ImageList, StrPath
 from monai_gds.imagenet.files.sampling import LastBatch, Sampler, policy_named
 from monai_gds.imagenet.readers import Batch, FileReader
@@ -161,9 +162,9 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             len(images), batch_size, shuffle, seed, shard_id, num_shards,
             policy_named(last_batch, last_batch_policy), images.bounds, window,
         )  # fmt: skip
-        how = execution(num_threads, prefetch_queue_depth, exec_dynamic, threads)
         self._reader = self._open_reader(images, window=window, options=storage_options)
-        self._pipe = self._make_pipeline(how)
+        self._pipe = self._make_pipeline(execution(num_threads, prefetch_queue_depth, exec_dynamic, threads))
+        self._headers = Headers(len(images), self._sampler.batch_size, decoder or {})
         self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
         self.copied_back = 0
@@ -197,8 +198,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             graph=self._graph,
         )  # fmt: skip
         inputs: dict[str, dict[str, Any]] = {"image": {"device": where, "no_copy": self._recycles}, "label": {}}
-        if self._decoding.random:
-            inputs["draws"] = {}
+        if self._decode:
+            inputs.update((name, {}) for name in self._decoding.inputs)
         return FedPipeline(
             inputs, graph, batch_size=self._sampler.batch_size, device=self.device,
             seed=self._sampler.seed + self._sampler.shard_id, execution=how,
@@ -282,6 +283,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         self.reset()
         if self._pipe is not None:
             self._pipe.discard()
+        self._headers.discard()
         self._reader.close()
 
     def _run(self) -> Generator[dict[str, Any]]:
@@ -310,8 +312,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                     if at > begin:
                         yield batch
             except PipelineFailed as e:
-                arrays = partial(self._arrays, epoch)
-                self._broken.note_failure(e, self.device, self._decoding, arrays, self._decode)
+                self._broken.note_failure(e, self.device, self._decoding, partial(self._arrays, epoch), self._decode)
             except BrokenImage as e:
                 self._broken.note_empty(e)
         if ends_empty:
@@ -330,14 +331,16 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
 
     def _arrays(self, epoch: int, batch: Batch) -> dict[str, Any]:
-        if self._decode and batch.images[0].is_cuda:  # copied back
-            sizes = [image.numel() for image in batch.images]
-            self.copied_back += sum(sizes)
-            batch.images = torch.split(torch.cat(list(batch.images)).cpu(), sizes)
-        arrays = {"image": arrays_of(batch), "label": batch.labels[:, None]}
-        if self._decoding.random:
-            arrays["draws"] = self._decoding.draw(self._sampler.seed, epoch, batch.indices)
-        return arrays
+        """What the pipeline is fed for a batch. Raises PipelineFailed for a broken header."""
+        labels = batch.labels[:, None]
+        if not self._decode:
+            return {"image": arrays_of(batch), "label": labels}
+        if batch.images[0].is_cuda:
+            self.copied_back += batch.copy_back()
+        images = tensor_list(arrays_of(batch))
+        shapes = self._headers.shapes(batch.indices, images, batch)
+        cuts = self._decoding.arrays(self._sampler.seed, epoch, batch.indices, shapes)
+        return {"image": images, "label": labels, **cuts}
 
     def _labels(self, labels: Any) -> Any:
         """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""
@@ -357,7 +360,7 @@ def _graph_of(
     """The DALI graph. Not a method, so that a dropped dataset is not in a cycle and frees GPU memory at once."""
     image, label = nodes["image"], nodes["label"]
     if decoding is not None:
-        image = decoding.graph(image, on_gpu, nodes.get("draws"))
+        image = decoding.graph(image, on_gpu, nodes)
     if graph is not None:
         image, label = graph(image, label)
     return {"image": image, "label": label}

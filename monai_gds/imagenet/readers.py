@@ -8,7 +8,7 @@ of one buffer, or of one buffer per large file: with small files, Python calls c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +34,17 @@ class Batch:
     images: Sequence[torch.Tensor]  # 1-D uint8 tensors on the reader's device, slices of a shared buffer
     labels: np.ndarray  # int32, (batch,)
     release: Callable[[], None]  # gives the images' memory back
+
+    def singles(self) -> Iterator[Batch]:
+        """Each image as a batch of its own, in host memory."""
+        for i, image in enumerate(self.images):
+            yield Batch(self.indices[i : i + 1], [image.cpu()], self.labels[i : i + 1], lambda: None)
+
+    def copy_back(self) -> int:
+        """Copies the images from the GPU to the host. Returns how many bytes."""
+        sizes = [image.numel() for image in self.images]
+        self.images = torch.split(torch.cat(list(self.images)).cpu(), sizes)
+        return sum(sizes)
 
     def done(self) -> None:
         """Gives the memory back to be overwritten. Only for callers that know that nothing reads from it any more."""

@@ -46,99 +46,92 @@ class Decoding:
                 ) from e
 
     @property
-    def random(self) -> bool:
-        """Whether images need random numbers, those of :meth:`draw`."""
-        return self.training and (self.flip or self.crop is not None)
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arrays that :meth:`arrays` returns."""
+        return (*(("start", "size") if self.crop is not None else ()), *(("mirror",) if self.flip else ()))
 
-    def draw(self, seed: int, epoch: int, images: np.ndarray) -> np.ndarray:
-        """Random numbers of images, given by their indices: float32, for the argument of :meth:`graph`.
+    def arrays(self, seed: int, epoch: int, images: np.ndarray, shapes: np.ndarray) -> dict[str, np.ndarray]:
+        """Where images are cut and which are mirrored, for :meth:`graph`: one row per image.
 
-        Each row has the height and width of several attempts at a window, relative to a square of the image's area,
-        then two numbers from 0 to below 1 for the window's place, and one for the flip.
+        They are computed here since DALI takes an operator per step of arithmetic, which cost more than decoding.
+
+        Args:
+            seed, epoch, images: what is random follows from these; ``images`` are indices.
+            shapes: heights and widths, int32 (images, 2), of :class:`~monai_gds.imagenet.dali.headers.Headers`.
         """
-        count = self._attempts
-        (least, most), (thin, wide) = self._ranges
-        drawn = uniform(seed, epoch, images, 2 * count + 3)
-        areas = least + (most - least) * drawn[:, :count]
-        ratios = thin * (wide / thin) ** drawn[:, count : 2 * count]
-        parts = np.sqrt(areas / ratios), np.sqrt(areas * ratios), drawn[:, 2 * count :]
-        return np.concatenate(parts, axis=1, dtype=np.float32)
+        drawn = uniform(seed, epoch, images, 2 * self._attempts + 3)
+        found: dict[str, np.ndarray] = {}
+        if self.crop is not None:
+            start, size = self._windows(shapes, drawn) if self.training else _middles(shapes, self.crop)
+            found = {"start": start.astype(np.int32), "size": size.astype(np.int32 if self.training else np.float32)}
+        return {**found, "mirror": (drawn[:, -1:] < 0.5).astype(np.int32)} if self.flip else found
 
     @property
     def _attempts(self) -> int:
         return int(self.options.get("num_attempts", 10))
 
-    @property
-    def _ranges(self) -> list[tuple[float, float]]:
-        """Ranges of a crop's part of the image's area, and of its ratio of width to height."""
-        return [self.options.get(name, default) for name, default in _RANGES.items()]
+    def _windows(self, shapes: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and sizes of random windows, distributed as those of ``fn.decoders.image_random_crop``.
 
-    def graph(self, jpegs: Any, on_gpu: bool, draws: Any = None) -> Any:
+        The first attempt that fits counts. After them comes the largest window, which always does.
+        """
+        count = self._attempts
+        (least, most), (thin, wide) = (self.options.get(name, default) for name, default in _RANGES.items())
+        areas = least + (most - least) * drawn[:, :count]
+        ratios = thin * (wide / thin) ** drawn[:, count : 2 * count]
+        height, width = shapes.T[:, :, None].astype(np.float64)
+        side = np.sqrt(height * width)
+        tallest, widest = np.minimum(height, np.floor(width / thin)), np.minimum(width, np.floor(height * wide))
+        if most < 1:
+            smaller = np.minimum(1, side * most**0.5 / np.sqrt(tallest * widest))
+            tallest, widest = np.floor(tallest * smaller), np.floor(widest * smaller)
+        heights = np.maximum(1, np.hstack([np.floor(side * np.sqrt(areas / ratios) + 0.5), tallest]))
+        widths = np.maximum(1, np.hstack([np.floor(side * np.sqrt(areas * ratios) + 0.5), widest]))
+        fits = (heights <= height) & (widths <= width) & (widths >= thin * heights) & (widths <= wide * heights)
+        fits[:, -1] = True
+        first = np.arange(len(fits)), fits.argmax(1)
+        size = np.stack([heights[first], widths[first]], axis=1)
+        return np.floor(drawn[:, 2 * count : 2 * count + 2] * (shapes - size + 1)), size
+
+    def graph(self, jpegs: Any, on_gpu: bool, nodes: Mapping[str, Any] | None = None) -> Any:
         """Returns the node of decoded images: uint8 HWC RGB, or float32 CHW with ``normalize``.
 
         Args:
             jpegs: the node of encoded images.
             on_gpu: decode on the GPU.
-            draws: the node of what :meth:`draw` returns. None: DALI draws, the same again whenever a pipeline is built.
+            nodes: those of :meth:`arrays`, by name. None: DALI draws, the same again whenever a pipeline is built.
         """
         module = dali()
         fn, types = module.fn, module.types
         options = {"device": "mixed" if on_gpu else "cpu", "output_type": types.RGB, **self.options}
-        upright = options.get("adjust_orientation", True)
-        shape = fn.peek_image_shape(jpegs, adjust_orientation=upright, dtype=types.INT32)[:2]
-        # What has no header of an image ends here: in batches of 32 and more it would crash DALI 2.4's decoders.
-        jpegs = fn.reshape(jpegs, shape=jpegs.shape() + 0 * shape[:1])
-        random_crop = self.crop if self.training else None
-        if random_crop and draws is None:
-            images = fn.decoders.image_random_crop(jpegs, **options)
+        plain = {name: value for name, value in options.items() if name not in _OF_CROPS}
+        at = nodes or {}
+        if self.crop is None:
+            images = fn.decoders.image(jpegs, **plain)
+        elif not self.training:
+            images = fn.resize(fn.decoders.image(jpegs, **plain), size=at["size"])
+            images = fn.slice(images, start=at["start"], shape=self.crop, axes=[0, 1])
         else:
-            options = {name: value for name, value in options.items() if name not in _OF_CROPS}
-            if random_crop:
-                start, size = self._window(shape, draws)
-                images = fn.decoders.image_slice(jpegs, start=start, shape=size, axes=[0, 1], **options)
+            if nodes is None:
+                images = fn.decoders.image_random_crop(jpegs, **options)
             else:
-                images = fn.decoders.image(jpegs, **options)
-        if self.crop is not None:
-            images = fn.resize(images, size=self.crop) if self.training else _middle(images, shape, self.crop)
-        return self._finished(images, draws)
+                images = fn.decoders.image_slice(jpegs, start=at["start"], shape=at["size"], axes=[0, 1], **plain)
+            images = fn.resize(images, size=self.crop)
+        return self._finished(images, nodes)
 
-    def _finished(self, images: Any, draws: Any) -> Any:
+    def _finished(self, images: Any, nodes: Mapping[str, Any] | None) -> Any:
         """Mirrors and normalises decoded images."""
         module = dali()
         fn, types = module.fn, module.types
         mirror = 0
         if self.flip:
-            mirror = fn.random.coin_flip() if draws is None else fn.cast(draws[-1] < 0.5, dtype=types.INT32)
+            mirror = fn.reshape(nodes["mirror"], shape=[]) if nodes is not None else fn.random.coin_flip()
         if self.normalize:
             mean, std = (IMAGENET_MEAN, IMAGENET_STD) if isinstance(self.normalize, bool) else self.normalize
             return fn.crop_mirror_normalize(
                 images, dtype=types.FLOAT, output_layout="CHW", mean=list(mean), std=list(std), mirror=mirror
             )
         return fn.flip(images, horizontal=mirror) if self.flip else images
-
-    def _window(self, shape: Any, draws: Any) -> tuple[Any, Any]:
-        """Start and shape of a random window, distributed as those of ``fn.decoders.image_random_crop``.
-
-        The first attempt that fits counts. After them comes the largest window, which always does.
-        """
-        module = dali()
-        fn, math, types, count = module.fn, module.math, module.types, self._attempts
-        (_, most), (thin, wide) = self._ranges
-        shape = fn.cast(shape, dtype=types.FLOAT)
-        height, width = shape[:1], shape[1:]
-        side = math.sqrt(height * width)
-        tallest, widest = math.min(height, math.floor(width / thin)), math.min(width, math.floor(height * wide))
-        if most < 1:
-            smaller = math.min(1, side * most**0.5 / math.sqrt(tallest * widest))
-            tallest, widest = math.floor(tallest * smaller), math.floor(widest * smaller)
-        heights = math.max(1, fn.cat(math.floor(side * draws[:count] + 0.5), tallest))
-        widths = math.max(1, fn.cat(math.floor(side * draws[count : 2 * count] + 0.5), widest))
-        fits = (heights <= height) & (widths <= width) & (widths >= thin * heights) & (widths <= wide * heights)
-        number = types.Constant(np.arange(count + 1, dtype=np.float32), device="cpu")
-        first = number == math.min(count, fn.reductions.min(number + count * (1 - fits)))
-        window = fn.stack(*(fn.reductions.sum(first * sides) for sides in (heights, widths)))
-        start = math.floor(draws[2 * count : 2 * count + 2] * (shape - window + 1))
-        return fn.cast(start, dtype=types.INT32), fn.cast(window, dtype=types.INT32)
 
 
 #: Arguments of ``fn.decoders.image_random_crop`` only.
@@ -155,12 +148,9 @@ def _is_size(value: Any) -> bool:
     return height > 0 and width > 0
 
 
-def _middle(images: Any, shape: Any, crop: tuple[int, int]) -> Any:
-    """The middle of images, as torchvision's ``Resize(side * 256 / 224)`` and ``CenterCrop(side)`` give it."""
-    module = dali()
-    fn, math, types = module.fn, module.math, module.types
+def _middles(shapes: np.ndarray, crop: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of the middle, and sizes before it is cut, as torchvision's ``Resize(side * 256 / 224)`` gives them."""
     height, width = (round(side * 256 / 224) for side in crop)
-    size = math.max(shape * height // shape[0], shape * width // shape[1])
-    spare = size - types.Constant(np.array(crop, np.int32), device="cpu")
-    start = (spare + 1) // 4 + (spare + 2) // 4  # half of it, rounded to even
-    return fn.slice(fn.resize(images, size=fn.cast(size, dtype=types.FLOAT)), start=start, shape=crop, axes=[0, 1])
+    size = np.maximum(shapes * height // shapes[:, :1], shapes * width // shapes[:, 1:])
+    spare = size - np.array(crop)
+    return (spare + 1) // 4 + (spare + 2) // 4, size  # half of what is spare, rounded to even

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import accumulate
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -31,6 +32,7 @@ def dali() -> Any:
     try:
         import nvidia.dali
         import nvidia.dali.fn
+        import nvidia.dali.tensors
         import nvidia.dali.types
     except ImportError as e:
         extra = "dali-cuda13" if (torch.version.cuda or "").startswith("13") else "dali-cuda12"
@@ -104,7 +106,8 @@ class FedPipeline(Generic[T]):
 
         Args:
             feeds: one description per batch.
-            arrays: returns a batch's arrays by input: a list of arrays, or one with a leading batch axis.
+            arrays: returns a batch's arrays by input: a list of arrays, one with a leading batch axis, or what
+                :func:`tensor_list` returns.
 
         Yields:
             The description, and the outputs by name as from :func:`to_torch`. All work on the batch is done, so memory
@@ -216,6 +219,12 @@ class _Feeder(Generic[T]):
         except Exception as e:
             self.error = e
             raise StopIteration from e
+
+
+def tensor_list(arrays: Iterable[np.ndarray]) -> Any:
+    """Arrays of several sizes as DALI's own type, without a copy. Of a list, DALI checks each array in Python."""
+    tensors = dali().tensors
+    return tensors.TensorListCPU([tensors.TensorCPU(array, "") for array in arrays], "", contiguous=False)
 
 
 def _has_input(pipe: Any, name: str) -> bool:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from monai_gds.imagenet.dali.decoding import Decoding
+from monai_gds.imagenet.dali.headers import Headers
 from monai_gds.imagenet.dali.pipeline import FedPipeline, execution
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed on this machine")
@@ -32,6 +33,14 @@ def outputs(graph: Callable[[dict[str, Any]], Any], batches: list[dict[str, Any]
         device=CPU, seed=1, execution=execution(num_threads=2),
     )  # fmt: skip
     return [image for _, out in pipe.run(batches, lambda batch: batch) for image in out["out"]]
+
+
+def decoded(decoding: Decoding, images: list[np.ndarray], epochs: int = 1) -> list[torch.Tensor]:
+    """The images of some epochs, cut where the decoding says."""
+    numbers = np.arange(len(images))
+    shapes = Headers(len(images), len(images), decoding.options).shapes(numbers, images, None)
+    batches = [{"image": images, **decoding.arrays(0, epoch, numbers, shapes)} for epoch in range(epochs)]
+    return outputs(lambda nodes: decoding.graph(nodes["image"], False, nodes), batches)
 
 
 def windows_of(images: list[torch.Tensor]) -> np.ndarray:
@@ -61,23 +70,21 @@ def test_windows_are_distributed_as_dalis(size: tuple[int, int], options: dict[s
     from nvidia.dali import fn
     from scipy.stats import ks_2samp
 
-    decoding, image, count = Decoding((8, 8), options=options), places(*size), 500
+    def cut(nodes: dict[str, Any]) -> Any:
+        return fn.decoders.image_slice(nodes["image"], start=nodes["start"], shape=nodes["size"], axes=[0, 1])
 
-    def ours(nodes: dict[str, Any]) -> Any:
-        shape = fn.peek_image_shape(nodes["image"])[:2]
-        start, window = decoding._window(shape, nodes["draws"])
-        return fn.decoders.image_slice(nodes["image"], start=start, shape=window, axes=[0, 1])
-
+    image, count = places(*size), 500
     batches: list[dict[str, Any]] = [{"image": [image] * count} for _ in range(4)]
     theirs = windows_of(outputs(lambda nodes: fn.decoders.image_random_crop(nodes["image"], **options), batches))
-    for number, batch in enumerate(batches):
-        batch["draws"] = decoding.draw(0, number, np.arange(count))
-    found = windows_of(outputs(ours, batches))
+    decoding, numbers = Decoding((8, 8), options=options), np.arange(count)
+    for epoch, batch in enumerate(batches):
+        batch.update(decoding.arrays(0, epoch, numbers, np.tile(size, (count, 1))))
+    ours = windows_of(outputs(cut, batches))
     for what in (
         lambda w: w[:, 0], lambda w: w[:, 1], lambda w: w[:, 2], lambda w: w[:, 3], lambda w: w[:, 2] * w[:, 3],
         lambda w: w[:, 3] / w[:, 2], lambda w: w[:, 0] / (size[0] - w[:, 2] + 1e-9),
     ):  # fmt: skip
-        assert ks_2samp(what(found), what(theirs), method="asymp").pvalue > 1e-4
+        assert ks_2samp(what(ours), what(theirs), method="asymp").pvalue > 1e-4
 
 
 def torchvisions(pixels: np.ndarray) -> np.ndarray:
@@ -96,8 +103,7 @@ def test_the_middle_has_torchvisions_pixels() -> None:
     random = np.random.default_rng(0)
     sizes = [(500, 375), (375, 500), (333, 500), (251, 1000), (120, 90), (97, 300), (256, 256), (300, 301), (224, 224)]
     images = [random.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
-    decoding = Decoding((224, 224), training=False)
-    found = outputs(lambda nodes: decoding.graph(nodes["image"], False), [{"image": list(map(png, images))}])
+    found = decoded(Decoding((224, 224), training=False), list(map(png, images)))
     for pixels, middle in zip(images, found, strict=True):
         difference = np.abs(middle.numpy() - torchvisions(pixels))
         assert difference.mean() <= 1 / 255  # measured: at most 0.001
@@ -108,8 +114,7 @@ def test_the_middle_of_another_shape() -> None:
     """As large as fits: both sides are at least 256/224 of the crop's, one of them exactly."""
     image = png(np.full((100, 400, 3), 7, np.uint8))
     for crop in ((112, 224), (20, 300)):
-        decoding = Decoding(crop, training=False)
-        (found,) = outputs(lambda nodes, d=decoding: d.graph(nodes["image"], False), [{"image": [image]}])
+        (found,) = decoded(Decoding(crop, training=False), [image])
         assert tuple(found.shape) == (*crop, 3)
         assert set(found.flatten().tolist()) == {7}
 
@@ -123,5 +128,4 @@ def test_a_picture_that_is_stored_on_its_side_is_cropped_upright() -> None:
     jpegs = [np.frombuffer(file.getvalue(), np.uint8)] * 64
     for adjust in (True, False):
         decoding = Decoding((8, 8), options={"adjust_orientation": adjust, "random_area": (0.99, 1.0)})
-        batch = {"image": jpegs, "draws": decoding.draw(0, 0, np.arange(64))}
-        assert len(outputs(lambda nodes, d=decoding: d.graph(nodes["image"], False, nodes["draws"]), [batch])) == 64
+        assert len(decoded(decoding, jpegs)) == 64
