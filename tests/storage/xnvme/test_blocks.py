@@ -811,6 +811,7 @@ def _user_space(
 
 #: Reads a file by a driver in user space, as another process: prints what came of it.
 _OTHER_PROCESS = """
+import sys
 from monai_gds import open_storage
 from monai_gds.storage import Reads
 from monai_gds.storage.xnvme import user_space
