@@ -115,8 +115,13 @@ def loaders(
             def tell(name: str, images: int, rate: float) -> None:
                 status.update(f"{name}: {images} images, {rate:,.0f} images/s")
 
-            decodings = _decodings(decode, crop, hw_decoder_load)
-            reports = [bench.compare(replace(settings, decoding=one), wanted, tell) for one in decodings]
+            reports = []
+            try:
+                for decoding in _decodings(decode, crop, hw_decoder_load):
+                    reports.append(bench.compare(replace(settings, decoding=decoding), wanted, tell))
+            except KeyboardInterrupt:  # what was measured before is shown
+                if not reports:
+                    raise
     emit(reports, as_json=as_json, about={
         **machine(target), "batch size": batchsize, "images": "made" if make else str(folder),
         "kB per image": round(images.sizes.mean() / 1e3), "page cache": "warm" if in_files else "not used",

@@ -81,6 +81,25 @@ def test_a_small_folder_is_timed_over_64_batches(folder: Path, monkeypatch: pyte
     assert set(timed) == {64}
 
 
+@pytest.mark.parametrize("complete", [0, 1])
+def test_ctrl_c_shows_the_tables_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: int) -> None:
+    images, compare = write_image_folder(tmp_path / "images", 12), loaders.compare
+    measured: list[str] = []
+
+    def interrupted(*given: Any) -> Any:
+        if len(measured) == complete:
+            raise KeyboardInterrupt
+        measured.append("one")
+        return compare(*given)
+
+    monkeypatch.setattr(loaders, "compare", interrupted)
+    output = run(
+        "loaders", "--datadir", str(images), "--batchsize", "4", "--batches", "2", "--repeats", "1", "--threads", "1",
+        "--reader", "posix", "--device", "cpu", "--json", code=0 if complete else 130,
+    )  # fmt: skip
+    assert not complete or list(rows(output)) == [("encoded bytes to cpu", "posix")]
+
+
 def test_loaders_over_a_drive_in_user_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A double of libxnvme plays the driver; the map is all that is left of the folder."""
     made = tmp_path / "map.json"
