@@ -36,7 +36,8 @@ class Headers:
         if not self._known[indices].all():
             for _, found in self._pipe.run([feed], lambda _: {"image": encoded}):
                 self._known[indices] = found["shape"]
-        return self._known[indices]
+        shapes: np.ndarray = self._known[indices]
+        return shapes
 
     def discard(self) -> None:
         """Frees the pipeline; what is known stays known."""
