@@ -142,9 +142,9 @@ class _Collation:
         """A batch of one without a copy, or of large tensors on the CPU. None for other tensors."""
         if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
             alone = values[0].unsqueeze(0)
-            if not torch.is_inference_mode_enabled():
+            if alone.is_inference() == torch.is_inference_mode_enabled():
                 return alone
-            # a view may be of before that mode; what torch stacks is not
+            # a view is of the mode that its tensor was made in; what torch stacks is of the mode now
             return alone.new_empty(0).set_(alone.untyped_storage(), alone.storage_offset(), alone.shape, alone.stride())
         first = values[0]
         nbytes = first.nbytes * len(values)

@@ -75,6 +75,24 @@ def test_batches_are_made_in_inference_mode(tmp_path: Path, batch_size: int, num
     assert not any(batch["image"].is_inference() for batch in loader)
 
 
+class ByNetwork(RandomizableTransform):  # type: ignore[misc]
+    def __call__(self, item: Any) -> Any:
+        with torch.inference_mode():
+            return {**item, "image": item["image"] * 2}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_transform_in_inference_mode_does_not_keep_the_training_from_its_gradients(
+    tmp_path: Path, batch_size: int, num_workers: int
+) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    dataset = GDSDataset(ITEMS, Compose([Cached(), ByNetwork()]), tmp_path, "cpu")
+    for batch in GDSDataLoader(dataset, num_workers, batch_size=batch_size):
+        (batch["image"] * weight).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [4, 4, 4]
+
+
 def test_workers_have_inference_mode_and_compute_what_is_cached_without(dataset: GDSDataset) -> None:
     held = [*settings(), False]
     for _ in range(2):
