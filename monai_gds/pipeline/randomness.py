@@ -83,12 +83,13 @@ def _put_legacy_state(generator: np.random.RandomState, state: Any) -> None:
         return
     memory, *kept = state
     source = generator._bit_generator
-    fast = type(source) is np.random.MT19937 and _kept_at() is not None and len(memory) == _ALL
-    if fast and _legacy_state(generator)[1:] == tuple(kept):
-        memmove(source.ctypes.state_address, memory, _ALL)
-    else:
-        key, position = np.frombuffer(memory[:_KEY], np.uint32), memory[_KEY:]
-        generator.set_state(("MT19937", key, int.from_bytes(position, sys.byteorder), *kept))
+    if type(source) is np.random.MT19937 and _kept_at() is not None and len(memory) == _ALL:
+        with source.lock:  # as set_state: another thread may be drawing
+            if _legacy_state(generator)[1:] == tuple(kept):
+                memmove(source.ctypes.state_address, memory, _ALL)
+                return
+    key, position = np.frombuffer(memory[:_KEY], np.uint32), memory[_KEY:]
+    generator.set_state(("MT19937", key, int.from_bytes(position, sys.byteorder), *kept))
 
 
 def _slow_state(generator: np.random.RandomState) -> tuple[bytes, int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import threading
 from typing import Any
 
 import monai.transforms as mt
@@ -14,6 +15,7 @@ import torch
 
 from monai_gds.pipeline import randomness
 from monai_gds.pipeline.randomness import put_back, put_state, slots, state_of, states_at
+from tests.polls import until
 
 MAKE: dict[str, Any] = {
     "RandomState": lambda: np.random.RandomState(3),
@@ -74,6 +76,17 @@ def test_what_is_read_from_memory_is_what_numpy_says(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             patch.setattr(randomness, "_kept_at", lambda: None)
             assert state_of(generator) == read
+
+
+def test_what_another_thread_draws_at_once_is_not_changed_half_way() -> None:
+    generator, drawn = np.random.RandomState(5), list[Any]()
+    seeded = state_of(generator)
+    thread = threading.Thread(target=lambda: drawn.append(generator.rand(10_000_000)))
+    thread.start()
+    until(lambda: state_of(generator) != seeded, "the thread draws")
+    put_state(generator, seeded)
+    thread.join()
+    assert np.array_equal(drawn[0], np.random.RandomState(5).rand(10_000_000))
 
 
 def test_places_are_those_of_the_pipeline() -> None:
