@@ -90,6 +90,7 @@ class ItemKeys:
         self._by_default = dataset.hash_func is canonical_hash
         self._make = KeyMaker(dataset.hash_func, self._sources, loaded_keys(split.deterministic), root)
         self._pipeline: Pipeline | None = None
+        self._namers: dict[str, str] = {}  # by the file that they name
 
     def differences(self) -> dict[str, tuple[str, str]]:
         """How the settings of this process and thread differ from those that held, as far as they count."""
@@ -208,12 +209,14 @@ class ItemKeys:
 
     def _who_names(self, path: str) -> str:
         """The transforms that name a file, as far as these alone tell."""
-        found = [
-            f"{name_of(one)} (transforms[{i}])"
-            for i, one in enumerate(self._transforms)
-            if path in map(absolute, files_named(hash_transforms([one], self._root).strings))
-        ]
-        return ", ".join(found) or "A transform"
+        if path not in self._namers:  # for a log, asked of every item
+            found = []
+            for i, one in enumerate(self._transforms):
+                with contextlib.suppress(HashingError):  # it has opened something since the pipeline was hashed
+                    if path in map(absolute, files_named(hash_transforms([one], self._root).strings)):
+                        found.append(f"{name_of(one)} (transforms[{i}])")
+            self._namers[path] = " and ".join(found) or "a transform"
+        return self._namers[path]
 
     def _with_seen(self, key: Key, words: frozenset[str], seen: Observation, lists: ReadLists) -> tuple[Key, list[str]]:
         """The key with what a computation has read and with what others have kept; and what it has read alone."""

@@ -109,7 +109,7 @@ class Key:
         return _parts(self.item, self.pipeline, self.paths, self.identities)
 
     def changes(
-        self, later: Key, written: Sequence[str] = (), who_names: Callable[[str], str] = lambda path: "A transform"
+        self, later: Key, written: Sequence[str] = (), who_names: Callable[[str], str] = lambda path: "a transform"
     ) -> str:
         """Describes what changed between this key and a later one of the same item; empty if nothing did.
 
@@ -126,7 +126,8 @@ class Key:
             named = next((path for path in changed if path in self.pipeline.files), None)
             hint, what = "", f"changed{', and holds the same as before' if same else ''}"
             if named is not None:
-                hint = f". {who_names(named)} names it: if it writes it, leave it out by a __cache_key__ of its class"
+                what_to_do = "If a transform writes it, leave it out by a __cache_key__ of the transform's class"
+                hint = f". It is named by {who_names(named)}. {what_to_do}"
             elif same:
                 hint = ". If a transform writes it, leave it out of the key by a function for sources="
             return f"{', '.join(changed[:3])} {what}{hint}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import functools
 import gc
 import io
@@ -436,10 +437,26 @@ def test_a_transform_that_writes_a_file_that_it_names_is_named_with_what_to_do(m
     with pytest.warns(CacheWarning) as told:
         assert [*make(mt.Compose([*steps, Logs(log)]), items)] == items
     (said,) = (str(one.message) for one in told)
-    assert f"{log} changed. Logs (transforms[2]) names it" in said and "__cache_key__" in said
+    assert f"{log} changed. It is named by Logs (transforms[2]). If a transform writes it" in said
+    assert "__cache_key__" in said
     with make(mt.Compose([*steps, Leaves(log)]), items) as dataset:
         assert [*dataset] == items
         assert all(map(dataset.is_cached, range(3)))
+
+
+def test_all_that_name_a_file_that_changes_are_told_but_for_one_that_cannot_be_hashed_any_more(
+    make: Make, tmp_path: Path
+) -> None:
+    class Opens(Logs):
+        writer: Any = None
+
+        def __call__(self, data: Any) -> Any:
+            self.writer = csv.writer(io.StringIO())
+            return super().__call__(data)
+
+    items, log = [{"n": n} for n in range(3)], tmp_path / "log.txt"
+    with pytest.warns(CacheWarning, match="named by Logs.*0.* and Logs.*1"):
+        assert [*make(mt.Compose([Logs(log), Logs(log), Opens(log)]), items)] == items
 
 
 @pytest.mark.parametrize("named", ["a file", "a folder"])
