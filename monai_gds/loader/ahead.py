@@ -227,13 +227,12 @@ class ReadAhead:
     def _fill(self) -> None:
         """Begins what there is room for, or a few of it. Most often nothing has changed since the item before."""
         while (counted := (self._taken, self._records, self._nbytes)) != self._filled:
-            least, room = self._least_room(), self._room()
-            while room >= least > len(self._waiting) and self._draw():
+            least, room, few = self._least_room(), self._room(), _few(self._current)
+            while room >= least and len(self._waiting) < max(least, few) and self._draw():
                 pass
             if room < least or not self._waiting:
                 self._filled = counted
                 continue
-            few = _few(self._current)
             self._begin(min(room, few or room, len(self._waiting)))
             if few:
                 return

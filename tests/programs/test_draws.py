@@ -299,7 +299,10 @@ def test_all_items_that_are_begun_are_drawn(folder: Path) -> None:
     assert_as_monai(monais(crops), mine, [4, 2, 0], [b.end() for b in begun])
 
 
-def test_the_first_batch_waits_for_few_draws(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("batch_size", "counts"), [(1, [3, 5, 7, 8, 8, 8, 8, 8]), (2, [4, 8, 8, 8])])
+def test_the_first_batch_waits_for_few_draws_and_more_are_begun_with_each(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, counts: list[int]
+) -> None:
     begin, begun, when_collated = Session.begin, list[int](), list[int]()
 
     def watched(session: Session, indices: Any) -> Any:
@@ -311,8 +314,8 @@ def test_the_first_batch_waits_for_few_draws(folder: Path, monkeypatch: pytest.M
         return list_data_collate(batch)
 
     monkeypatch.setattr(Session, "begin", watched)
-    list(GDSDataLoader(dataset(folder, crops), batch_size=2, prefetch=8, collate_fn=collate))
-    assert when_collated == [4, 8, 8, 8]
+    list(GDSDataLoader(dataset(folder, crops), batch_size=batch_size, prefetch=8, collate_fn=collate))
+    assert when_collated == counts
 
 
 def test_drawing_stops_at_a_miss_and_goes_on_after_it(folder: Path, tmp_path: Path) -> None:
