@@ -98,7 +98,8 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
 
     While iterating: BrokenImage names an image that is empty or cannot be decoded, DamagedRecord a file of a packed
     folder whose bytes do not match their checksum (compared the first time it is read), OSError a file that is gone.
-    The dataset can be iterated again after an error.
+    The dataset can be iterated again after an error. Shapes of images are remembered: where an image was replaced by
+    another one of as many bytes, make a new dataset.
 
     Example:
         >>> from pathlib import Path
