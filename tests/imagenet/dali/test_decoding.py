@@ -38,7 +38,7 @@ def outputs(graph: Callable[[dict[str, Any]], Any], batches: list[dict[str, Any]
 def decoded(decoding: Decoding, images: list[np.ndarray], epochs: int = 1) -> list[torch.Tensor]:
     """The images of some epochs, cut where the decoding says."""
     numbers = np.arange(len(images))
-    shapes = Headers(len(images), len(images), decoding.options).shapes(numbers, images, None)
+    shapes = Headers(len(images), decoding.options).shapes(images, None)
     batches = [{"image": images, **decoding.arrays(0, epoch, numbers, shapes)} for epoch in range(epochs)]
     return outputs(lambda nodes: decoding.graph(nodes["image"], False, nodes), batches)
 
