@@ -16,9 +16,9 @@ class Headers:
     """Upright heights and widths of encoded images.
 
     DALI reads them in a pipeline of its own. In the one that decodes, all that follows from a shape would take an
-    operator per step of arithmetic: 7 ms for 64 images with 16 threads, where decoding on an H200 takes 5. They are read
-    in every epoch, since a file may have been replaced: in batches of 32 and more, DALI 2.4's decoders can crash at a
-    window outside of an image, as at a file that is none.
+    operator per step of arithmetic: 7 ms for 64 images with 16 threads, where decoding on an H200 takes 5. They are
+    read in every epoch, since a file may have been replaced: in batches of 32 and more, DALI 2.4's decoders can crash
+    at a window outside of an image, as at a file that is none.
     """
 
     def __init__(self, batch_size: int, decoder: Mapping[str, Any]) -> None:
