@@ -105,12 +105,14 @@ class Skipping:
 
     Args:
         items: how many the dataset has.
+
+    Attributes:
         batches: how many the epoch has, or a sampler without an end calls one. Beyond these, only items that have come
             so far take places.
     """
 
     def __init__(self, items: int, batches: int) -> None:
-        self._items, self._batches = items, batches
+        self._items, self.batches = items, batches
         self._come = 0  # batches
         self._broken: dict[Place, FailedItem] = {}
         self._pool: dict[Place, None] = {}
@@ -153,7 +155,7 @@ class Skipping:
                 f"{len(self._broken)} of {self._items} items cannot be made, which is more than {SHARE:.0%}: "
                 f"{self._named()}"
             ) from cause
-        while self._come < self._batches and (batch := self._next()) is not None:
+        while self._come < self.batches and (batch := self._next()) is not None:
             self._drawn.append(batch)
         pool = list(self._pool)
         for at in np.random.default_rng(seed).permutation(len(pool)):

@@ -146,7 +146,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
         self._runtime = Runtime()
         self.session.split()
         if strict:
-            check_room(self.session)
+            self._check_room()
         if populate:
             fill(self)
         if type(self)._pre_transform is not GDSDataset._pre_transform:
@@ -199,6 +199,7 @@ class GDSDataset(PersistentDataset):  # type: ignore[misc]  # MONAI is untyped
             return [begun.end() for begun in self.session.begin(indices)]
 
     populate = populate  # a function of its own file, with this dataset as its first argument
+    _check_room = check_room
 
     def is_cached(self, index: int) -> bool:
         """Whether an item has a record; only its header is read. Raises HashingError as :meth:`key` does."""

@@ -28,6 +28,7 @@ from monai_gds.keys.reads import reads_of
 from monai_gds.keys.source_names import absolute, files_named, looks_like_path
 from monai_gds.keys.sources import Identity, Sources
 from monai_gds.pipeline.columns import Columns, Touched, touched
+from monai_gds.pipeline.parts import name_of
 from monai_gds.pipeline.settings import State, by_environment, capture, counting, defaults, differences
 from monai_gds.pipeline.split import Split, loaded_keys
 from monai_gds.records.header import SUFFIX
@@ -203,7 +204,16 @@ class ItemKeys:
     def _changed(self, key: Key, times: Mapping[str, int], item: Any, read: frozenset[str]) -> str:
         """Describes what changed since a key was made and then its ``times`` were taken; empty if nothing did."""
         written = [path for path, time in self._make.times(key).items() if time != times[path]]
-        return key.changes(self._named(item, self.pipeline(), read), written)
+        return key.changes(self._named(item, self.pipeline(), read), written, self._who_names)
+
+    def _who_names(self, path: str) -> str:
+        """The transforms that name a file, as far as these alone tell."""
+        found = [
+            f"{name_of(one)} (transforms[{i}])"
+            for i, one in enumerate(self._transforms)
+            if path in map(absolute, files_named(hash_transforms([one], self._root).strings))
+        ]
+        return ", ".join(found) or "A transform"
 
     def _with_seen(self, key: Key, words: frozenset[str], seen: Observation, lists: ReadLists) -> tuple[Key, list[str]]:
         """The key with what a computation has read and with what others have kept; and what it has read alone."""

@@ -375,13 +375,13 @@ def _bar(wanted: bool) -> Iterator[Callable[..., None]]:
 # While a dataset is made
 
 
-def check_room(session: Session) -> None:
+def check_room(dataset: PersistentDataset) -> None:
     """For ``strict``: makes the first record that is missing, where a budget may leave no room for it.
 
     Raises:
         NotSaved: there is no room.
     """
-    settings, count = session.settings, len(session.dataset.data)
+    session, settings, count = dataset.session, dataset.settings, len(dataset.data)
     if not session.caches or limit_of(settings.folders[0], settings.max_bytes) is None:
         return
     view = session.for_worker()
@@ -442,7 +442,8 @@ def fill(
         if broken or not e.failures or dataset.settings.options.unsupported == "error":
             raise
         failed, again = f"{len(e.failures)} of {len(indices)} items", dataset.settings.again
-        warn(f"{failed} cannot be cached, and are computed {again}: {e.failures[0].error}")
+        said = f"{failed} cannot be cached, and are computed {again}: {e.failures[0].error}"
+        part.session.runtime.misses.warn_once(UnsupportedType, said)  # and not of each item again
     if dataset.session.caches and dataset.settings.options.sources == "once":
         for index in indices:
             dataset.key(index)  # looks at its sources, for the rest of this process

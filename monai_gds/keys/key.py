@@ -108,21 +108,30 @@ class Key:
         """The parts that are digested, JSON-able."""
         return _parts(self.item, self.pipeline, self.paths, self.identities)
 
-    def changes(self, later: Key, written: Sequence[str] = ()) -> str:
+    def changes(
+        self, later: Key, written: Sequence[str] = (), who_names: Callable[[str], str] = lambda path: "A transform"
+    ) -> str:
         """Describes what changed between this key and a later one of the same item; empty if nothing did.
 
-        A source that was ``written`` meanwhile did change, even if it holds the same: reads may have given anything.
+        Args:
+            later: that key.
+            written: sources that were written meanwhile. They did change, even if they hold the same: reads may have
+                given anything.
+            who_names: returns the names of the transforms that name one of the pipeline's files.
         """
-        if later.name == self.name:
-            hint = "leave it out of the key: by a function for sources=, or by the transform's __cache_key__"
-            same = f" changed, and holds the same as before. If a transform writes it, {hint}"
-            return ", ".join(written[:3]) + same if written else ""
+        same = later.name == self.name
         pairs = zip(self.paths, self.identities, later.identities, strict=False)
-        changed = [path for path, before, now in pairs if before != now]
+        changed = list(written) if same else [path for path, before, now in pairs if before != now]
         if changed:
-            named = [path for path in changed if path in self.pipeline.files]
-            hint = ". Transforms name it: if one of them writes it, leave it out of the key by __cache_key__"
-            return f"{', '.join(changed[:3])} changed{hint if named else ''}"
+            named = next((path for path in changed if path in self.pipeline.files), None)
+            hint, what = "", f"changed{', and holds the same as before' if same else ''}"
+            if named is not None:
+                hint = f". {who_names(named)} names it: if it writes it, leave it out by a __cache_key__ of its class"
+            elif same:
+                hint = ". If a transform writes it, leave it out of the key by a function for sources="
+            return f"{', '.join(changed[:3])} {what}{hint}"
+        if same:
+            return ""
         if later.pipeline.state != self.pipeline.state:
             return f"settings of the process changed from {dict(self.pipeline.state)} to {dict(later.pipeline.state)}"
         return "the item or the transforms changed"

@@ -141,7 +141,11 @@ class _Collation:
     def tensors(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """A batch of one without a copy, or of large tensors on the CPU. None for other tensors."""
         if len(values) == 1 and type(values[0]) in (torch.Tensor, MetaTensor) and self._may_hand_on(values):
-            return values[0].unsqueeze(0)
+            alone = values[0].unsqueeze(0)
+            if not torch.is_inference_mode_enabled():
+                return alone
+            # a view may be of before that mode; what torch stacks is not
+            return alone.new_empty(0).set_(alone.untyped_storage(), alone.storage_offset(), alone.shape, alone.stride())
         first = values[0]
         nbytes = first.nbytes * len(values)
         if first.is_cuda or nbytes < limits.POOLED_BATCH_BYTES or get_worker_info() is not None:

@@ -92,7 +92,8 @@ class Epoch(Iterator[Any]):
         work = ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
-        self.stop = weakref.finalize(self, _stop, self._owner, self._hand_over, self.thread, workers, loader.skipping)
+        parts = self._owner, self._hand_over, self.thread, place, workers, loader.skipping
+        self.stop = weakref.finalize(self, _stop, *parts)
         self.stop.atexit = False
         _epochs.add(self)
         try:
@@ -257,13 +258,15 @@ def _produce(
 
 
 def _stop(
-    owner: Owner, hand_over: HandOver, thread: threading.Thread, workers: Programs | WorkerBatches | None,
-    skipping: Skipping | None,
+    owner: Owner, hand_over: HandOver, thread: threading.Thread, place: Place,
+    workers: Programs | WorkerBatches | None, skipping: Skipping | None,
 ) -> None:  # fmt: skip
     """Leaves a loop. Tells what was skipped if all batches were taken: a trainer that counts them asks for no more."""
     if not owner.is_this_process():  # locks, thread and workers belong to the parent
         return
-    said = skipping.warning() if skipping is not None and hand_over.is_over else ""
+    said = ""
+    if skipping is not None and (hand_over.is_over or 0 < skipping.batches <= place.batches):
+        said = skipping.warning()
     hand_over.stop()
     if workers is not None:  # the thread may be waiting for one
         workers.close()

@@ -115,10 +115,10 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         self._cached: Sequence[int] = range(self.cache_num)
         if isinstance(unique, dict):
             self._hash_keys, self._cached = list(unique)[: self.cache_num], list(unique.values())[: self.cache_num]
-        at_once, whole = self.runtime_cache is False or self.runtime_cache is None, self.cache_num == len(unique)
-        if at_once and whole and (count := _before_gpu(self)):
+        whole = self.cache_num == len(unique)
+        if whole and (count := _before_gpu(self)):
             self._hold(count)
-        elif at_once or wanted:
+        elif _at_once(self) or wanted:
             if not whole and not wanted:
                 warn(
                     f"cache_num, cache_rate: {self.cache_num} of {len(unique)} items are cached now, and the others "
@@ -137,6 +137,11 @@ class Cached(StandIn, CacheDataset):  # type: ignore[misc]  # MONAI is untyped
         own = {"data": data, "transform": self.transform, "options": options, "populate": False}  # filled by set_data
         self._make({**given, **own})
         return range(len(data)) if populate else ()
+
+    def _check_room(self) -> None:
+        """Makes no record where :meth:`_hold` is to make others."""
+        if not _before_gpu(self):
+            super()._check_room()
 
     def _fill(self, indices: Sequence[int]) -> None:
         """Makes the records of items that have none. One worker, MONAI's default, is one per core here, or one thread
@@ -245,7 +250,12 @@ def _before_gpu(dataset: CacheDataset) -> int:
     count = before_cuda(steps, names_too=True)
     moves = count < len(steps[: _first_random(dataset)]) and not isinstance(steps[count], LazyTrait)
     usual = in_order(dataset.transform) and not dataset.hash_as_key and not changes_items(type(dataset))
-    return count if moves and usual else 0
+    return count if moves and usual and _at_once(dataset) else 0
+
+
+def _at_once(dataset: CacheDataset) -> bool:
+    """Whether items are computed when the dataset is made or takes new data, rather than when they are first read."""
+    return dataset.runtime_cache is False or dataset.runtime_cache is None
 
 
 class Decathlon(Cached, DecathlonDataset):  # type: ignore[misc]  # MONAI is untyped

@@ -415,6 +415,33 @@ def test_a_source_that_changes_while_it_is_read_is_not_cached_under_the_old_key(
     assert records(Path(dataset.cache_dir)) == []
 
 
+class Logs(mt.Transform):
+    """Writes into a file that it names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, data: Any) -> Any:
+        with open(self.path, "a") as file:
+            file.write(f"{data['n']}\n")
+        return data
+
+
+def test_a_transform_that_writes_a_file_that_it_names_is_named_with_what_to_do(make: Make, tmp_path: Path) -> None:
+    class Leaves(Logs):
+        def __cache_key__(self) -> str:
+            return ""
+
+    items, steps, log = [{"n": n} for n in range(3)], [mt.Identity(), mt.Lambda(dict)], tmp_path / "log.txt"
+    with pytest.warns(CacheWarning) as told:
+        assert [*make(mt.Compose([*steps, Logs(log)]), items)] == items
+    (said,) = (str(one.message) for one in told)
+    assert f"{log} changed. Logs (transforms[2]) names it" in said and "__cache_key__" in said
+    with make(mt.Compose([*steps, Leaves(log)]), items) as dataset:
+        assert [*dataset] == items
+        assert all(map(dataset.is_cached, range(3)))
+
+
 @pytest.mark.parametrize("named", ["a file", "a folder"])
 def test_a_source_that_changes_and_changes_back_while_it_is_read_is_not_cached(
     make: Make, tmp_path: Path, named: str

@@ -56,8 +56,7 @@ def test_what_no_record_holds_is_a_warning_unless_it_is_to_be_an_error(tmp_path:
     with pytest.warns(CacheWarning, match="1 of 2 items cannot be cached") as caught:
         dataset = GDSDataset(items, steps, tmp_path, "cpu", populate=True)
     assert caught[-1].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)
+    with warnings.catch_warnings(action="error"):  # it is told once
         assert dataset.is_cached(1) and type(dataset[0]["name"]) is object
     with pytest.raises(PopulateError, match="UnsupportedType"):
         GDSDataset(items, steps, tmp_path, "cpu", populate=True, options={"unsupported": "error"})

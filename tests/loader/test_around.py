@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from monai.data import DataLoader, Dataset
-from monai.transforms import Compose, RandomizableTransform, Transform
+from monai.transforms import Compose, RandomizableTransform, RandScaleIntensityd, Transform
 
 from monai_gds import GDSDataLoader, GDSDataset
 
@@ -65,12 +65,14 @@ def test_random_transforms_run_as_in_a_loader_without_workers(dataset: GDSDatase
             dataset.flush()
 
 
-def test_batches_are_made_in_inference_mode(dataset: GDSDataset) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize(("num_workers", "programs"), [(0, "off"), (1, "off"), (1, "check")])
+def test_batches_are_made_in_inference_mode(tmp_path: Path, batch_size: int, num_workers: int, programs: Any) -> None:
+    dataset = GDSDataset(ITEMS, Compose([Cached(), RandScaleIntensityd("image", 0.1, prob=1)]), tmp_path, "cpu")
+    loader = GDSDataLoader(dataset, num_workers, batch_size=batch_size, programs=programs)
     with torch.inference_mode():
-        (batch,) = GDSDataLoader(dataset, batch_size=2)
-    assert batch["image"].is_inference()
-    (batch,) = GDSDataLoader(dataset, batch_size=2)
-    assert not batch["image"].is_inference()
+        assert all(batch["image"].is_inference() for batch in loader)
+    assert not any(batch["image"].is_inference() for batch in loader)
 
 
 def test_workers_have_inference_mode_and_compute_what_is_cached_without(dataset: GDSDataset) -> None:

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import signal
-import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -97,23 +97,45 @@ def test_others_take_the_places(make: Make, num_workers: int, programs: str) -> 
         assert epoch(make())[0] == found, "the same items whoever makes them"
 
 
+class Unsized(Sampler[int]):
+    """Comes to its end only when a loop that counts is over."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(ITEMS)
+        time.sleep(0.2)
+
+
+class Sized(Unsized):
+    def __len__(self) -> int:
+        return ITEMS
+
+
+def test_where_no_length_is_told_the_end_of_the_loop_tells(make: Make) -> None:
+    with pytest.warns(CacheWarning, match="3 items were skipped in this epoch"):
+        assert len([*GDSDataLoader(make(), batch_size=4, sampler=Unsized(), on_error="skip")]) == ITEMS // 4
+
+
 def test_a_loop_that_counts_its_batches_is_told_what_was_skipped(make: Make) -> None:
-    """As under Lightning and Ignite. One that is left before its end is not."""
-    loader = GDSDataLoader(make(), batch_size=4, on_error="skip")
-    with pytest.warns(CacheWarning, match="3 items were skipped in this epoch") as told:
-        loop = iter(loader)
-        for _ in range(len(loader)):
-            next(loop)
-        for thread in threading.enumerate():
-            if thread.name == "monai-gds-loader":
-                thread.join(10)  # as after a step
-        del loop
-    assert [one.filename for one in told] == [__file__]
+    """As under Lightning and Ignite. It is left before the loader's thread finds that there is no other batch.
+
+    One that is left in the middle is not told; one that goes on there is.
+    """
+    loader = GDSDataLoader(make(), batch_size=4, sampler=Sized(), on_error="skip", prefetch=1)
+
+    def take(until: int, before: int = 0) -> None:
+        for number, _ in enumerate(loader, before + 1):
+            if number == until:
+                return
+
     with warnings.catch_warnings(action="error"):
-        loop = iter(loader)
-        for _ in range(len(loader) - 1):
-            next(loop)
-        del loop
+        take(until=7)
+    state = loader.state_dict()
+    with pytest.warns(CacheWarning, match="3 items were skipped in this epoch") as told:
+        take(until=len(loader))
+    assert [one.filename for one in told] == [__file__]
+    loader.load_state_dict(state)
+    with pytest.warns(CacheWarning, match="1 item was skipped in this epoch"):
+        take(until=len(loader), before=7)
 
 
 class OnCuda(RandomizableTransform):  # type: ignore[misc]

@@ -387,12 +387,16 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("shape", [(1, 4, 4, 4), (3,), ()])
 @pytest.mark.parametrize("kind", [torch.Tensor, MetaTensor])
-def test_a_batch_of_one_is_not_copied(shape: tuple[int, ...], kind: type) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_batch_of_one_is_not_copied(shape: tuple[int, ...], kind: type, inference: bool) -> None:
+    """Nor in inference mode, whose tensors it has all the same, as those that torch stacks."""
     items = [{"image": kind(torch.rand(shape))}]
-    batch = collate(items)
+    with torch.inference_mode(inference):
+        batch = collate(items)
     assert batch["image"].shape == (1, *shape)
     assert same_memory(batch["image"], items[0]["image"])
     assert type(batch["image"]) is kind
+    assert batch["image"].is_inference() == inference
 
 
 @pytest.mark.parametrize(

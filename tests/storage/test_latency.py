@@ -181,7 +181,7 @@ def test_small_batches_of_images_are_read_further_ahead(disk: SlowDisk, files: S
     assert disk.most_in_flight >= MANY
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 32])
+@pytest.mark.parametrize("batch_size", [1, pytest.param(4, marks=pytest.mark.long), 32])
 def test_records_are_read_at_once_by_the_loader(disk: SlowDisk, batch_size: int) -> None:
     """In the first epoch, where the head of each record is read before, and in those after it."""
     disk.set_delay(0)
@@ -194,7 +194,7 @@ def test_records_are_read_at_once_by_the_loader(disk: SlowDisk, batch_size: int)
         assert disk.most_in_flight >= MANY
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
+@pytest.mark.parametrize("prefetch", [1, pytest.param(2, marks=pytest.mark.long), 5])
 def test_no_more_records_are_begun_than_were_asked_for(disk: SlowDisk, prefetch: int) -> None:
     disk.set_delay(0)
     cached(disk).populate()

@@ -314,6 +314,14 @@ def test_items_without_room_are_an_error_there_if_that_is_asked_for(
         monai.data.CacheDataset(items, moving(), progress=False, num_workers=2, strict=True, max_bytes=60_000)
 
 
+def test_no_record_is_made_there_that_nobody_reads(items: list[dict[str, Any]], tmp_path: Path, patched: Any) -> None:
+    ours = monai.data.CacheDataset(items, moving(), progress=False, strict=True, max_bytes="1GB")
+    assert all(ours.is_cached(n) for n in range(4)) and len([*(tmp_path / "cache").glob("*.safetensors")]) == 4
+    for one in (Compose([*transform().transforms[:2], Identityd("image")]), moving()):  # nor read as it is made
+        with pytest.raises(NotSaved, match="nothing can be saved"):
+            monai.data.CacheDataset(items, one, progress=False, strict=True, max_bytes=1000, runtime_cache=True)
+
+
 def test_other_data_are_computed_there_under_the_settings_of_before(patched: Any, unforkable: None) -> None:
     def steps() -> Compose:
         return Compose([Filled("x"), Moves()])

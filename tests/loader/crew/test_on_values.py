@@ -658,8 +658,12 @@ def _found_in(process: int) -> Any:
 
 
 def test_what_a_worker_cannot_import_is_an_error_with_a_remedy(make: Make) -> None:
+    dataset = make()
+    loader = load(dataset)
+    assert list(loader)
+    dataset.transform = make(OnlyHere()).transform  # which is sent to the processes that there are
     with pytest.raises(ValueError, match=r"cannot load the dataset: Can't get .*OnlyHere.* in a module that it can"):
-        next(iter(load(make(OnlyHere()), multiprocessing_context="spawn")))
+        next(iter(loader))
 
 
 def test_the_old_argument_names_the_new_form(make: Make) -> None:

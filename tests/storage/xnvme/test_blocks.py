@@ -8,7 +8,6 @@ import itertools
 import logging
 import mmap
 import os
-import sys
 import tempfile
 import threading
 import warnings
@@ -36,7 +35,7 @@ from monai_gds.storage.xnvme.blocks import XnvmeBlockBackend
 from monai_gds.testing import BackendContract, CudaBackendContract, WriteContract
 from monai_gds.testing.disks import small_disk
 from monai_gds.testing.tools import bytes_of, content
-from tests.fresh import warm
+from tests.fresh import printed_by, warm
 from tests.loopdisk import LoopDisk, loop_disk, new_uuid, run
 from tests.storage import simulated
 from tests.storage.blockmap.striped import ARRAYS, striped
@@ -213,9 +212,11 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with (folder / "cut.bin").open("wb") as f, (folder / "other.bin").open("wb") as g:
             for i in range(200):
                 for out in (f, g):
-                    out.write(content(5000, i))
-                    out.flush()
-                    os.fsync(out.fileno())
+                    os.posix_fallocate(out.fileno(), i * 5000, 5000)
+            for out in (f, g):
+                out.write(content(1_000_000))
+        os.sync()
+        assert len(BlockMap.build(folder)["set/cut.bin"].extents) > 18, "more than one call of FIEMAP gives"
         yield disk
 
 
@@ -255,7 +256,7 @@ def test_every_file_on_an_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str, mapped: bool, library: str
 ) -> None:
     """The array is simulated; see :mod:`tests.storage.blockmap.striped`."""
-    with striped(tmp_path, *ARRAYS[array], fill_array, monkeypatch) as made, libraries.using(library):
+    with libraries.using(library), striped(tmp_path, *ARRAYS[array], fill_array, monkeypatch) as made:
         options = {"blockmap": BlockMap.build(made.disk.folder / "set")} if mapped else {}
         with opened(**options) as storage:
             for path in (made.disk.folder / "set").iterdir():
@@ -814,7 +815,7 @@ import sys
 from monai_gds import open_storage
 from monai_gds.storage import Reads
 from monai_gds.storage.xnvme import user_space
-user_space._DEVICES = sys.argv[1]
+user_space._DEVICES, user_space._CLOSING_SECONDS = sys.argv[1], 0.1
 storage = open_storage("xnvme-block", "cpu", uri="0000:01:00.0", be="upcie", blockmap=sys.argv[2])
 try:
     read = storage.load(Reads.of(sys.argv[3], [(0, 3_000_000)])).wait()[0].numel()
@@ -1059,12 +1060,12 @@ class TestUserSpace:
         monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
         double = libraries.Double("double next")
         BlockMap.build(disk.folder / "set", checksums=True).save(tmp_path / "map.json")
-        other = [sys.executable, "-c", _OTHER_PROCESS, str(device.parent), str(tmp_path / "map.json"), str(file)]
+        other = _OTHER_PROCESS, str(device.parent), str(tmp_path / "map.json"), str(file)
         with libraries.using("double next"), _user_space(disk) as storage:
             double.reset()
             assert whole(storage, file) == content(3_000_000)
             assert double.count("shm_id") == storage.describe()["shm_id"] > 0
-            assert run(*other) == f"read 3000000 bytes, shm_id {double.count('shm_id')}"
+            assert printed_by(*other) == f"read 3000000 bytes, shm_id {double.count('shm_id')}"
             assert whole(storage, file) == content(3_000_000)
             child = os.fork()
             if not child:
@@ -1082,7 +1083,7 @@ class TestUserSpace:
             storage.close()
             assert double.count("devices") == 1, "else closing it would end the reads of the others"
             _pci_device(tmp_path, "vfio-pci", monkeypatch)
-            assert "another process reads this drive in user space" in run(*other)
+            assert "another process reads this drive in user space" in printed_by(*other)
 
     @pytest.mark.parametrize(("kind", "be"), [("double", "upcie"), ("double next", "libvfn")])
     def test_a_library_or_a_driver_that_does_not_share(
@@ -1090,6 +1091,7 @@ class TestUserSpace:
     ) -> None:
         _pci_device(tmp_path, "uio_pci_generic", monkeypatch)
         monkeypatch.setattr(libxnvme, "claims", user_space.Claims())
+        monkeypatch.setattr(user_space, "_CLOSING_SECONDS", 0.1)
         double = libraries.Double(kind)
         with libraries.using(kind), _user_space(disk, be=be) as storage:
             double.reset()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from monai_gds.errors import StorageError
+from monai_gds.storage.xnvme import user_space
 from monai_gds.storage.xnvme.user_space import Claims, full_address, sharing_id, why_not_opened
 
 ADDRESS = "0000:01:00.0"
@@ -75,7 +76,8 @@ def test_a_drive_belongs_to_one_process(root: Path) -> None:
     first.take("10.0.0.1:4420")  # in the network: whoever opens it says more
 
 
-def test_processes_whose_drivers_share_have_a_drive_together(root: Path) -> None:
+def test_processes_whose_drivers_share_have_a_drive_together(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_space, "_CLOSING_SECONDS", 0.1)
     (root / "sys/bus/pci/devices" / ADDRESS / "config").touch()
     first, second, alone = Claims(root), Claims(root), Claims(root)  # of three processes
     for claims in (first, second, first):

@@ -88,16 +88,16 @@ class OnADisk(BackendContract):
 
 
 @pytest.mark.parametrize("place", [512], indirect=True)
-class TestBamOnTheHost(OnADisk, WriteContract):
+class TestSimulatedBamOnTheHost(OnADisk, WriteContract):
     pass
 
 
 @pytest.mark.parametrize("place", [512], indirect=True)
-class TestBamOnCuda(OnADisk, CudaBackendContract, WriteContract):
+class TestSimulatedBamOnCuda(OnADisk, CudaBackendContract, WriteContract):
     target = "cuda"
 
 
-def test_files_on_an_array_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_files_on_an_array_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated one; each drive has a controller and a kernel of its own."""
     with (
         striped(tmp_path, *ARRAYS["unequal, original"], fill_array, monkeypatch) as made,
@@ -123,7 +123,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("in_flight", [1, 63, 1023])
-def test_as_many_commands_in_flight_as_a_queue_takes(image: Path, where: int | str, in_flight: int) -> None:
+def test_simulated_as_many_commands_in_flight_as_a_queue_takes(image: Path, where: int | str, in_flight: int) -> None:
     with commands(where, image, 1, in_flight + 1, 2100, 4096) as made:
         for seed in range(3):
             done = made.read(some(100 if in_flight == 1 else 2100, 8, seed))
@@ -133,14 +133,16 @@ def test_as_many_commands_in_flight_as_a_queue_takes(image: Path, where: int | s
 
 @pytest.mark.parametrize("where", [1, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("pairs", "depth"), [(1, 5), (2, 2), (7, 33), (128, 4)])
-def test_batches_that_wrap_their_queues_many_times(image: Path, where: int | str, pairs: int, depth: int) -> None:
+def test_simulated_batches_that_wrap_their_queues_many_times(
+    image: Path, where: int | str, pairs: int, depth: int
+) -> None:
     with commands(where, image, pairs, depth, 1500, 16384) as made:
         for seed, count in enumerate((1500, 1, 999, pairs + 1)):
             assert all(completion.status == 0 for completion in made.read(some(count, 32, seed)))
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_transfers_of_every_number_of_pages(image: Path, where: int | str) -> None:
+def test_simulated_transfers_of_every_number_of_pages(image: Path, where: int | str) -> None:
     """One PRP entry, two, and lists of every length up to a whole page."""
     sizes = [1, 7, 8, 9, 15, 16, 17, 24, 25, 504, 512, 513, 4088, 4089, 4095, 4096]
     with commands(where, image, 2, 8, 16, 2 << 20) as made:
@@ -149,7 +151,7 @@ def test_transfers_of_every_number_of_pages(image: Path, where: int | str) -> No
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_the_controller_sees_reads_and_nothing_else(image: Path, where: int | str) -> None:
+def test_simulated_the_controller_sees_reads_and_nothing_else(image: Path, where: int | str) -> None:
     with commands(where, image, 3, 8, 256, 65536) as made:
         for seed in range(4):
             made.read(some(256, 128, seed))
@@ -157,7 +159,7 @@ def test_the_controller_sees_reads_and_nothing_else(image: Path, where: int | st
         assert made.controller.opcodes == {READ: 4 * 256 + 1}
 
 
-def test_the_software_controller_refuses_what_a_drive_refuses(image: Path) -> None:
+def test_simulated_the_software_controller_refuses_what_a_drive_refuses(image: Path) -> None:
     with commands(1, image, 1, 8, 2, 65536) as made:
         controller, at = made.controller, int(made.pool.data.addresses[0])
         page, last = at - 4096, int(made.pool.lists.addresses[0])
@@ -183,7 +185,7 @@ def unsound() -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("make", [Shuffling, Delaying])
-def test_commands_that_complete_out_of_order_and_late(
+def test_simulated_commands_that_complete_out_of_order_and_late(
     image: Path, where: int | str, make: type[SoftwareController]
 ) -> None:
     with commands(where, image, 2, 17, 300, 8192, make) as made:
@@ -193,7 +195,9 @@ def test_commands_that_complete_out_of_order_and_late(
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("pairs", [1, 3])
-def test_the_controller_has_work_from_the_first_read_to_the_last(image: Path, where: int | str, pairs: int) -> None:
+def test_simulated_the_controller_has_work_from_the_first_read_to_the_last(
+    image: Path, where: int | str, pairs: int
+) -> None:
     """Commands stay in flight when the kernel returns, so that reads that arrive later join them."""
     with commands(where, image, pairs, 8, 40, 4096, Withholding, 5.0) as made:
         for seed in range(2):
@@ -203,7 +207,7 @@ def test_the_controller_has_work_from_the_first_read_to_the_last(image: Path, wh
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("make", [Losing, Confused])
-def test_a_queue_that_failed_takes_no_command_of_other_queues_with_it(
+def test_simulated_a_queue_that_failed_takes_no_command_of_other_queues_with_it(
     image: Path, where: int | str, make: type[Faulty]
 ) -> None:
     with commands(where, image, 3, 8, 60, 4096, make, 0.4) as made:
@@ -241,7 +245,7 @@ def everything(storage: Storage, names: Sequence[str]) -> dict[str, bytes | Exce
         (Confused, "completed a command that was not in flight"),
     ],
 )
-def test_a_command_that_fails_is_named_and_the_storage_goes_on(
+def test_simulated_a_command_that_fails_is_named_and_the_storage_goes_on(
     mapped: tuple[Path, BlockMap], monkeypatch: pytest.MonkeyPatch, target: str, make: type[Faulty], error: str
 ) -> None:
     image, blocks = mapped
@@ -263,7 +267,7 @@ def test_a_command_that_fails_is_named_and_the_storage_goes_on(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_silent_controller_is_an_error_and_not_a_wait(
+def test_simulated_a_silent_controller_is_an_error_and_not_a_wait(
     mapped: tuple[Path, BlockMap], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     image, blocks = mapped
@@ -278,7 +282,7 @@ def test_a_silent_controller_is_an_error_and_not_a_wait(
         assert everything(storage, list(FILES)) == FILES
 
 
-def test_reads_that_keep_arriving_do_not_put_the_time_limit_off(image: Path) -> None:
+def test_simulated_reads_that_keep_arriving_do_not_put_the_time_limit_off(image: Path) -> None:
     with commands(1, image, 1, 64, 60, 4096, Silent, 0.4) as made:
         done: list[Completion] = []
         for n in range(60):  # over more than three seconds
@@ -293,7 +297,7 @@ def test_reads_that_keep_arriving_do_not_put_the_time_limit_off(image: Path) -> 
             made.queue.poll()
 
 
-def test_a_queue_is_deleted_before_its_memory_is_used_again(image: Path) -> None:
+def test_simulated_a_queue_is_deleted_before_its_memory_is_used_again(image: Path) -> None:
     """A command that was lost may be carried out later, but never once its queue is gone."""
     entered, go_on = threading.Event(), threading.Event()
 
@@ -321,7 +325,7 @@ def test_a_queue_is_deleted_before_its_memory_is_used_again(image: Path) -> None
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("block", [512, 4096])
-def test_random_extents_of_an_image_against_pread(tmp_path: Path, target: str, block: int) -> None:
+def test_simulated_random_extents_of_an_image_against_pread(tmp_path: Path, target: str, block: int) -> None:
     files = {"one.bin": content(block), "large.bin": content((16 << 20) + 5), "cut.bin": content(2_000_003)}
     blocks = make_image(tmp_path / "disk.img", files, parent=Path("/drive"), block=block, pieces=40)
     large = make_image(tmp_path / "large.img", files, parent=Path("/drive"), block=block, pieces=1)
@@ -338,7 +342,7 @@ def test_random_extents_of_an_image_against_pread(tmp_path: Path, target: str, b
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_on_a_disk_is_read_only(mapped: tuple[Path, BlockMap], target: str) -> None:
+def test_simulated_an_image_on_a_disk_is_read_only(mapped: tuple[Path, BlockMap], target: str) -> None:
     image, blocks = mapped
     with closing(opened(target, uri=str(image), blockmap=blocks)) as storage:
         assert storage.head("/drive/set/4097.bin", 100)[0] == FILES["set/4097.bin"][:100]
@@ -363,7 +367,7 @@ def below(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder.parent)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_reader_of_image_net_dataset(target: str, tmp_path: Path) -> None:
+def test_simulated_a_reader_of_image_net_dataset(target: str, tmp_path: Path) -> None:
     folder = write_image_folder(tmp_path / "train", 60)
     blocks = make_image(tmp_path / "disk.img", below(folder), parent=tmp_path)
     options = {"controller": "software", "uri": str(tmp_path / "disk.img"), "blockmap": blocks}
@@ -380,7 +384,7 @@ def test_a_reader_of_image_net_dataset(target: str, tmp_path: Path) -> None:
     assert images(reader="xnvme-bam", storage_options=options) == images(reader="posix")
 
 
-def test_hits_of_gds_dataset(target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_simulated_hits_of_gds_dataset(target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tests.volume")
     items = [{"n": n} for n in range(5)]
     with GDSDataset(items, Volume(), tmp_path / "cache", device="cpu") as dataset:
@@ -399,7 +403,7 @@ def test_hits_of_gds_dataset(target: str, tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.gpu
-def test_reads_in_flight_at_exit_are_no_trouble(mapped: tuple[Path, BlockMap], tmp_path: Path) -> None:
+def test_simulated_reads_in_flight_at_exit_are_no_trouble(mapped: tuple[Path, BlockMap], tmp_path: Path) -> None:
     image, blocks = mapped
     blocks.save(tmp_path / "map.json")
     options = {"controller": "software", "uri": str(image), "blockmap": str(tmp_path / "map.json")}
@@ -452,7 +456,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
         opened("cpu", **options)
 
 
-def test_a_controller_that_nobody_has_any_more_ends_its_thread(image: Path) -> None:
+def test_simulated_a_controller_that_nobody_has_any_more_ends_its_thread(image: Path) -> None:
     def threads() -> int:
         return sum(t.name == "monai-gds-software-controller" for t in threading.enumerate())
 
