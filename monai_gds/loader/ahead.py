@@ -225,15 +225,18 @@ class ReadAhead:
         return begun
 
     def _fill(self) -> None:
-        """Begins what there is room for. Most often nothing has changed since the item before."""
+        """Begins what there is room for, or a few of it. Most often nothing has changed since the item before."""
         while (counted := (self._taken, self._records, self._nbytes)) != self._filled:
             least, room = self._least_room(), self._room()
             while room >= least > len(self._waiting) and self._draw():
                 pass
             if room < least or not self._waiting:
                 self._filled = counted
-            else:
-                self._begin(min(room, len(self._waiting)))
+                continue
+            few = _few(self._current)
+            self._begin(min(room, few or room, len(self._waiting)))
+            if few:
+                return
 
     def _room(self) -> int:
         """How many more records, each as large as the last one, may be begun; one while no size is known."""
@@ -333,6 +336,16 @@ class ReadAhead:
         self._drawn.append(drawn)
         self._waiting.extend(drawn)
         return True
+
+
+def _few(current: Sequence[_Upcoming]) -> int:
+    """How many records to begin at once where each is drawn, in this thread: what the batch needs, then some for each
+    item, or the first batch, and the training with it, would wait for the draws of many others. 0: any number.
+    """
+    begun = current[0].begun
+    if not isinstance(begun, Begun) or begun.lazy is None or current[0].dataset.session.runtime.is_slow:
+        return 0
+    return sum(upcoming.begun is None for upcoming in current) or _SOME
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -6,7 +6,8 @@ A state is made of numbers, text, bytes and containers of these: it can be compa
 ``RandomState.get_state`` takes 30 µs, because NumPy copies 624 numbers one by one, and pipelines have up to dozens of
 generators. So the state is read from memory, in 1 µs: the generator's from the address that NumPy gives for this
 purpose, and the number that ``normal`` keeps for its next call from the object itself. The place of that number is
-searched for once and checked; if the check fails, ``get_state`` is called.
+searched for once and checked; if the check fails, ``get_state`` is called. A state is written to that address, too, if
+only the generator's differs: ``set_state`` takes as long.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import string_at
+from ctypes import memmove, string_at
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -57,11 +58,7 @@ def state_of(generator: Any) -> Any:
 def put_state(generator: Any, state: Any) -> None:
     """Puts a generator into a state."""
     if isinstance(generator, np.random.RandomState):
-        if isinstance(state, tuple):
-            memory, kept, number = state
-            key, position = np.frombuffer(memory[:_KEY], np.uint32), memory[_KEY:]
-            state = ("MT19937", key, int.from_bytes(position, sys.byteorder), kept, number)
-        generator.set_state(state)
+        _put_legacy_state(generator, state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, torch.Generator):
@@ -78,6 +75,20 @@ def _legacy_state(generator: np.random.RandomState) -> Any:
     if at is None:
         return _slow_state(generator)
     return string_at(source.ctypes.state_address, _ALL), *_kept.unpack(string_at(id(generator) + at, _kept.size))
+
+
+def _put_legacy_state(generator: np.random.RandomState, state: Any) -> None:
+    if not isinstance(state, tuple):
+        generator.set_state(state)
+        return
+    memory, *kept = state
+    source = generator._bit_generator
+    fast = type(source) is np.random.MT19937 and _kept_at() is not None and len(memory) == _ALL
+    if fast and _legacy_state(generator)[1:] == tuple(kept):
+        memmove(source.ctypes.state_address, memory, _ALL)
+    else:
+        key, position = np.frombuffer(memory[:_KEY], np.uint32), memory[_KEY:]
+        generator.set_state(("MT19937", key, int.from_bytes(position, sys.byteorder), *kept))
 
 
 def _slow_state(generator: np.random.RandomState) -> tuple[bytes, int, float]:

@@ -9,7 +9,7 @@ carries values from one item to the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -68,20 +68,20 @@ def in_attributes(steps: _Steps) -> Iterator[None]:
                 vars(owner)[name] = before
 
 
-def in_containers(step: Any) -> bool:
-    """Whether a transform keeps a ghost in a list, a tuple or a dict."""
-    containers = [part for part in parts(step) if isinstance(part, (list, tuple, dict))]
+def in_containers(members: Iterable[Any]) -> bool:
+    """Whether a transform keeps a ghost in a list, a tuple or a dict among its parts."""
+    containers = [part for part in members if isinstance(part, (list, tuple, dict))]
     return any(is_ghost(p) for c in containers for p in (c.values() if isinstance(c, dict) else c))
 
 
-def give_back(step: Any, value: Callable[[Tensor], Tensor]) -> None:
+def give_back(members: Iterable[Any], value: Callable[[Tensor], Tensor]) -> None:
     """Puts real tensors in place of the ghosts of a transform's modules, which it has moved to the target.
 
     Args:
-        step: the transform.
+        members: the transform's parts.
         value: returns the values of a ghost, or refuses.
     """
-    modules = [module for part in parts(step) if isinstance(part, torch.nn.Module) for module in part.modules()]
+    modules = [module for part in members if isinstance(part, torch.nn.Module) for module in part.modules()]
     for module in modules:
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in held:

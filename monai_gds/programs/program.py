@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ctypes import string_at
 from functools import cache
@@ -349,22 +349,28 @@ def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:
         if isinstance(value, _ATOMS) or (id(value), hidden) in met:
             continue
         met.add((id(value), hidden))
+        inner: Iterable[Any] = ()
         if isinstance(value, Tensor):
             yield value, hidden
-            todo += [(part, True) for part in vars(value).values()]
+            inner, hidden = vars(value).values(), True
         elif isinstance(value, dict):
-            todo += [(part, hidden) for part in value.values()]
-        elif isinstance(value, list) or type(value) is tuple:
-            todo += [(part, hidden) for part in value]
-        elif isinstance(value, (tuple, set, frozenset)):
-            todo += [(part, True) for part in value]
+            inner = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inner, hidden = value, hidden or not (isinstance(value, list) or type(value) is tuple)
         elif isinstance(value, np.ndarray):
-            todo += [(part, True) for part in value.flat] if value.dtype.hasobject else []
+            inner, hidden = value.flat if value.dtype.hasobject else (), True
         elif not isinstance(value, (type, ModuleType)):
-            todo += [(part, True) for part in getattr(value, "__dict__", {}).values()]
+            inner, hidden = getattr(value, "__dict__", {}).values(), True
+        todo += [
+            (part, hidden) for part in inner
+            if (kind := part.__class__) not in _PLAIN and (kind is not np.ndarray or part.dtype.hasobject)
+        ]  # fmt: skip
 
 
 _ATOMS = (str, int, float, bytes, type(None))
+
+#: Types of most values in metadata, which hold nothing. (The crops of an item have three hundred arrays there.)
+_PLAIN = frozenset((*_ATOMS, bool))
 
 
 @cache

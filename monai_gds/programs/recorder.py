@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from monai_gds.errors import causes
+from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.randomness import States
 from monai_gds.pipeline.split import Split
 from monai_gds.programs import kept
@@ -92,7 +93,7 @@ class Recorder:
     ) -> None:
         self._begin = partial(Recording, forms, target, ask=ask or partial(answered, device=target))
         self._guesses, self._views_only = guesses or {}, views_only
-        self._recording = self._begin(guesses=self._guesses)
+        self._recording: Recording  # the last one
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The name in the record of the tensor that this is a view of; None if it is none, or was written to."""
@@ -243,8 +244,9 @@ class _Run:
         recording = self.recording
         if recording.refused:
             recording.refuse(recording.refused)
-        kept.give_back(step, recording.value)
-        if kept.in_containers(step):
+        held = list(parts(step))
+        kept.give_back(held, recording.value)
+        if kept.in_containers(held):
             recording.refuse("it keeps tensors of the item")
         recording.check_writes()
         for tensor in _tensors(item):
@@ -253,7 +255,8 @@ class _Run:
             if is_ghost(tensor):
                 if self._views_only:
                     self._check_view(tensor)
-                recording.number_of(tensor)
+                else:
+                    recording.number_of(tensor)
 
     def _check_view(self, tensor: Tensor) -> None:
         """Refuses a ghost that is no view of a tensor of the record as it lies there."""

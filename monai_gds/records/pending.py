@@ -99,7 +99,9 @@ class PendingItem:
             are unpacked to.
     """
 
-    __slots__ = ("_begun", "_error", "_first", "_found", "_head", "_path", "_reader", "_whole", "later", "nbytes")
+    __slots__ = (
+        "_begun", "_blocks", "_error", "_first", "_found", "_head", "_path", "_reader", "_whole", "later", "nbytes",
+    )  # fmt: skip
 
     def __init__(self, reader: RecordReader, path: str, head: RecordHead, begun: Begun | None, first: First) -> None:
         self._reader, self._path, self._head, self._first = reader, path, head, first
@@ -112,6 +114,7 @@ class PendingItem:
             stages.count("stored", head.file.size)
         self._error: Exception | None = None  # of its runs
         self._found: _Found = {}
+        self._blocks: dict[tuple[RunsKey, int], tuple[np.ndarray, np.ndarray]] = {}  # of its runs, as they were read
         self._whole: dict[int, tuple[str, torch.Tensor]] = {}  # what is not in :attr:`later`, by its address
 
     @property
@@ -182,8 +185,11 @@ class PendingItem:
         return name if same else None
 
     def _run_block(self, key: RunsKey, block: int) -> tuple[np.ndarray, np.ndarray]:
+        if (key, block) in self._blocks:  # the centres of an item's crops often lie in one
+            return self._blocks[key, block]
         try:
-            return self._reader.run_block(self._path, self._head, key, block)
+            found = self._blocks[key, block] = self._reader.run_block(self._path, self._head, key, block)
+            return found
         except Exception as e:
             if is_of_record(e):
                 self._error = e

@@ -53,6 +53,17 @@ def test_a_generator_goes_on_from_a_saved_state(kind: str) -> None:
     assert torch.load(file, weights_only=True) == state
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["keeps none", "keeps another"])
+def test_the_number_that_normal_keeps_is_put_back(before: int) -> None:
+    generator, other = np.random.RandomState(5), np.random.RandomState(7)
+    generator.normal()
+    other.normal(size=before)
+    state = state_of(generator)
+    put_state(other, state)
+    assert state_of(other) == state
+    assert other.normal(size=3).tolist() == generator.normal(size=3).tolist()
+
+
 def test_what_is_read_from_memory_is_what_numpy_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert randomness._kept_at() is not None, "it is read from memory here"
     generator = np.random.RandomState(5)

@@ -17,11 +17,11 @@ import monai.transforms as mt
 import numpy as np
 import pytest
 import torch
-from monai.data import DataLoader, Dataset, ThreadDataLoader
+from monai.data import DataLoader, Dataset, ThreadDataLoader, list_data_collate
 from torch.utils.data import ConcatDataset
 
 from monai_gds import GDSDataLoader, GDSDataset, limits
-from monai_gds.dataset.session import Begun
+from monai_gds.dataset.session import Begun, Session
 from monai_gds.pipeline.parts import parts
 from monai_gds.pipeline.randomness import put_state, state_of
 from monai_gds.programs import recorder
@@ -297,6 +297,22 @@ def test_all_items_that_are_begun_are_drawn(folder: Path) -> None:
     begun = mine.session.begin([4, 2, 0])
     assert all(map(drawn, begun))
     assert_as_monai(monais(crops), mine, [4, 2, 0], [b.end() for b in begun])
+
+
+def test_the_first_batch_waits_for_few_draws(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, begun, when_collated = Session.begin, list[int](), list[int]()
+
+    def watched(session: Session, indices: Any) -> Any:
+        begun.extend(indices)
+        return begin(session, indices)
+
+    def collate(batch: Any) -> Any:
+        when_collated.append(len(begun))
+        return list_data_collate(batch)
+
+    monkeypatch.setattr(Session, "begin", watched)
+    list(GDSDataLoader(dataset(folder, crops), batch_size=2, prefetch=8, collate_fn=collate))
+    assert when_collated == [4, 8, 8, 8]
 
 
 def test_drawing_stops_at_a_miss_and_goes_on_after_it(folder: Path, tmp_path: Path) -> None:
