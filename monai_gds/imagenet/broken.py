@@ -67,8 +67,8 @@ class BrokenImages:
             for batch in error.feeds:
                 assert isinstance(batch, Batch)
                 found = undecodable(batch, device, decoding, arrays)
-                for position, why in found:
-                    self._note(int(batch.indices[position]), why, error)
+                for index, why in found:
+                    self._note(index, why, error)
                 if found:
                     return
         raise error
@@ -94,16 +94,17 @@ def undecodable(
 ) -> list[tuple[int, str]]:
     """Decodes the images of a batch one by one, unless a header is broken.
 
-    Some images fail only where a part is decoded, so the part is that of ``arrays``. Returns position and the
-    decoder's message for each image that fails.
+    Some images fail only where a part is decoded, so the part is that of ``arrays``. Returns the index and the
+    decoder's message of each image that fails.
     """
     names, found = ("image", *decoding.inputs), []
     fed: dict[int, Mapping[str, Any]] = {}
-    for i, image in enumerate(batch.singles()):
+    for image in batch.singles():
+        index = int(image.indices[0])
         try:
-            fed[i] = {name: array for name, array in arrays(image).items() if name in names}
+            fed[index] = {name: array for name, array in arrays(image).items() if name in names}
         except PipelineFailed as e:
-            found.append((i, _reason(str(e))))
+            found.append((index, _reason(str(e))))
     if found:
         return found
     pipe: FedPipeline[int] = FedPipeline(
@@ -111,11 +112,11 @@ def undecodable(
         lambda nodes: {"image": decoding.graph(nodes["image"], device.type == "cuda", nodes)},
         batch_size=1, device=device, execution=execution(num_threads=1),
     )  # fmt: skip
-    for i in fed:
+    for index in fed:
         try:
-            list(pipe.run([i], fed.__getitem__))
+            list(pipe.run([index], fed.__getitem__))
         except PipelineFailed as e:
-            found.append((i, _reason(str(e))))
+            found.append((index, _reason(str(e))))
     return found
 
 

@@ -164,7 +164,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         )  # fmt: skip
         self._reader = self._open_reader(images, window=window, options=storage_options)
         self._pipe = self._make_pipeline(execution(num_threads, prefetch_queue_depth, exec_dynamic, threads))
-        self._headers = Headers(len(images), self._sampler.batch_size, decoder or {})
+        self._headers = Headers(self._sampler.batch_size, decoder or {})
         self._broken = BrokenImages(images, skip_broken)
         self.broken = self._broken.reasons
         self.copied_back = 0
@@ -338,7 +338,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
         if batch.images[0].is_cuda:
             self.copied_back += batch.copy_back()
         images = tensor_list(arrays_of(batch))
-        shapes = self._headers.shapes(batch.indices, images, batch)
+        shapes = self._headers.shapes(images, batch)
         cuts = self._decoding.arrays(self._sampler.seed, epoch, batch.indices, shapes)
         return {"image": images, "label": labels, **cuts}
 

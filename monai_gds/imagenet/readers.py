@@ -36,9 +36,9 @@ class Batch:
     release: Callable[[], None]  # gives the images' memory back
 
     def singles(self) -> Iterator[Batch]:
-        """Each image as a batch of its own, in host memory."""
-        for i, image in enumerate(self.images):
-            yield Batch(self.indices[i : i + 1], [image.cpu()], self.labels[i : i + 1], lambda: None)
+        """Each image as a batch of its own, in host memory. One that is there several times comes once."""
+        for i in sorted(np.unique(self.indices, return_index=True)[1].tolist()):
+            yield Batch(self.indices[i : i + 1], [self.images[i].cpu()], self.labels[i : i + 1], lambda: None)
 
     def copy_back(self) -> int:
         """Copies the images from the GPU to the host. Returns how many bytes."""

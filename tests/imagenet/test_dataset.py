@@ -239,6 +239,18 @@ def test_a_crop_that_is_no_size_is_refused_at_once(folder: Path, given: Any) -> 
         dataset(folder, crop=given)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"random_area": 0.5}, {"random_area": (0.5, 0.1)}, {"random_area": (-0.1, 0.5)}, {"random_area": "ab"},
+        {"random_aspect_ratio": (0, 1)}, {"random_aspect_ratio": (1, 2, 3)},
+    ],
+)  # fmt: skip
+def test_a_range_of_crops_that_cannot_be_is_an_error_at_once(folder: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"decoder={given!r}: give two numbers, the smaller one first")):
+        dataset(folder, crop=(8, 8), decoder=given)
+
+
 @pytest.mark.parametrize("given", [(1.0, 2.0), ([1.0],), ("mean", "std")])
 def test_a_normalisation_that_cannot_be_is_an_error_at_once(folder: Path, given: Any) -> None:
     with pytest.raises(ValueError, match=r"normalize=.*: use True, or \(mean, std\)"):

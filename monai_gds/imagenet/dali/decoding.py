@@ -37,6 +37,12 @@ class Decoding:
             raise ValueError("flip=True mirrors at random, as for training: leave it out, or training=False")
         if self.crop is not None and not _is_size(self.crop):
             raise ValueError(f"crop={self.crop!r}: give (height, width) in pixels, such as (224, 224)")
+        for name, default in _RANGES.items():
+            given = self.options.get(name, default)
+            if not _is_range(given, above_zero=name == "random_aspect_ratio"):
+                raise ValueError(
+                    f"decoder={ {name: given} }: give two numbers, the smaller one first; areas from 0, ratios above it"
+                )
         if self.normalize and not isinstance(self.normalize, bool):
             try:
                 _, _ = (tuple(map(float, part)) for part in self.normalize)
@@ -146,6 +152,14 @@ def _is_size(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return height > 0 and width > 0
+
+
+def _is_range(value: Any, above_zero: bool) -> bool:
+    try:
+        least, most = value
+        return bool(0 <= least <= most and (least or not above_zero))
+    except (TypeError, ValueError):
+        return False
 
 
 def _middles(shapes: np.ndarray, crop: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ def outputs(graph: Callable[[dict[str, Any]], Any], batches: list[dict[str, Any]
 def decoded(decoding: Decoding, images: list[np.ndarray], epochs: int = 1) -> list[torch.Tensor]:
     """The images of some epochs, cut where the decoding says."""
     numbers = np.arange(len(images))
-    shapes = Headers(len(images), len(images), decoding.options).shapes(numbers, images, None)
+    shapes = Headers(len(images), decoding.options).shapes(images, None)
     batches = [{"image": images, **decoding.arrays(0, epoch, numbers, shapes)} for epoch in range(epochs)]
     return outputs(lambda nodes: decoding.graph(nodes["image"], False, nodes), batches)
 
@@ -64,6 +64,9 @@ def places(height: int, width: int) -> np.ndarray:
         pytest.param((3, 5), {}, marks=pytest.mark.long),
         pytest.param((90, 90), {"random_area": [0.1, 0.3], "random_aspect_ratio": [0.5, 0.9]}, marks=pytest.mark.long),
         pytest.param((90, 20), {"random_area": [0.5, 0.9], "num_attempts": 1}, marks=pytest.mark.long),
+        # Attempts fail, and then the largest window: it has too large an area, or no ratio that was asked for.
+        ((40, 40), {"random_area": [0.5, 0.6], "random_aspect_ratio": [1.0, 3.0], "num_attempts": 1}),
+        ((3, 5), {"random_aspect_ratio": [1.4, 1.4]}),
     ],
 )
 def test_windows_are_distributed_as_dalis(size: tuple[int, int], options: dict[str, Any]) -> None:
