@@ -119,7 +119,7 @@ def loaders(
             try:
                 for decoding in _decodings(decode, crop, hw_decoder_load):
                     reports.append(bench.compare(replace(settings, decoding=decoding), wanted, tell))
-            except KeyboardInterrupt:  # what was measured before is shown
+            except KeyboardInterrupt:  # show the tables that are complete
                 if not reports:
                     raise
     emit(reports, as_json=as_json, about={

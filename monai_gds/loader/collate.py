@@ -144,7 +144,7 @@ class _Collation:
             alone = values[0].unsqueeze(0)
             if alone.is_inference() == torch.is_inference_mode_enabled():
                 return alone
-            # a view is of the mode that its tensor was made in; what torch stacks is of the mode now
+            # a view keeps the mode in which its tensor was made; a batch that torch stacks has that of now
             return alone.new_empty(0).set_(alone.untyped_storage(), alone.storage_offset(), alone.shape, alone.stride())
         first = values[0]
         nbytes = first.nbytes * len(values)

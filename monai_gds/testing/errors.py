@@ -56,7 +56,7 @@ class FailsFileByFile(OverABackend):
         storage.close()  # its threads may hold some
         with broken_disk(folder, content(2 << 20)) as path:
             opened = []
-            for _ in range(3):  # what is opened once, for errors too, does not grow from time to time
+            for _ in range(3):  # a leak grows each time; what a backend opens once, for errors too, does not
                 for nbytes in (4096, 1 << 20):
                     reads = Reads.of(str(path), [(0, nbytes)])
                     for pending in (storage.load(reads), storage.fill(reads, [self.dest(storage, nbytes)])):

@@ -70,7 +70,7 @@ class Decoding:
         if self.crop is not None:
             start, size = self._windows(shapes, drawn) if self.training else _middles(shapes, self.crop)
             found = {"start": start.astype(np.int32), "size": size.astype(np.int32 if self.training else np.float32)}
-        return {**found, "mirror": (drawn[:, -1:] < 0.5).astype(np.int32)} if self.flip else found
+        return {**found, "mirror": (drawn[:, -1] < 0.5).astype(np.int32)} if self.flip else found
 
     @property
     def _attempts(self) -> int:
@@ -131,7 +131,7 @@ class Decoding:
         fn, types = module.fn, module.types
         mirror = 0
         if self.flip:
-            mirror = fn.reshape(nodes["mirror"], shape=[]) if nodes is not None else fn.random.coin_flip()
+            mirror = nodes["mirror"] if nodes is not None else fn.random.coin_flip()
         if self.normalize:
             mean, std = (IMAGENET_MEAN, IMAGENET_STD) if isinstance(self.normalize, bool) else self.normalize
             return fn.crop_mirror_normalize(

@@ -13,10 +13,10 @@ from monai_gds.imagenet.dali.pipeline import PipelineFailed, dali
 class Headers:
     """Upright heights and widths of encoded images.
 
-    DALI reads them in a pipeline of its own, which runs in the caller's thread. In the one that decodes, all that
-    follows from a shape would take an operator per step of arithmetic: 7 ms for 64 images with 16 threads, where
-    decoding on an H200 takes 5. They are read in every epoch, since a file may have been replaced: in batches of 32 and
-    more, DALI 2.4's decoders can crash at a window outside of an image, as at a file that is none.
+    DALI reads them in a pipeline of its own, which runs in the caller's thread. In the pipeline that decodes,
+    arithmetic on shapes would take an operator per step: 7 ms for 64 images with 16 threads, where decoding on an H200
+    takes 5. Headers are read in every epoch, since a file may have been replaced. In batches of 32 and more, DALI 2.4's
+    decoders can crash at a window outside of an image, and at a file that holds none.
     """
 
     def __init__(self, batch_size: int, decoder: Mapping[str, Any]) -> None:
