@@ -7,16 +7,20 @@ were under way are decoded again, one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from monai_gds.errors import BrokenImage
 from monai_gds.imagenet.dali.decoding import Decoding
+from monai_gds.imagenet.dali.headers import has_plain_samples
 from monai_gds.imagenet.dali.pipeline import FedPipeline, PipelineFailed, execution
 from monai_gds.imagenet.files.listing import ImageList
 from monai_gds.imagenet.readers import Batch
+
+#: The arrays that a pipeline is fed for a batch, by input.
+Arrays: TypeAlias = Callable[[Batch], Mapping[str, Any]]
 
 
 class BrokenImages:
@@ -30,6 +34,7 @@ class BrokenImages:
         self._images = images
         self._skip = skip
         self._indices: set[int] = set()
+        self._safe = np.zeros(len(images), bool)  # whether they can be decoded, or fail, together with others
 
     def replaced(self, indices: np.ndarray) -> np.ndarray:
         """The indices of a batch with broken images replaced: by a good one of the batch, or the next good one.
@@ -51,10 +56,23 @@ class BrokenImages:
         path = self._images.path(index)
         raise BrokenImage(path, f"{self.reasons[path]}, and so is every other image")
 
+    def try_alone(self, batch: Batch, device: torch.device, decoding: Decoding, arrays: Arrays) -> None:
+        """Decodes those images alone, once each, at whose samples DALI's decoders might crash in a batch.
+
+        Raises PipelineFailed if one of them cannot be decoded.
+        """
+        if self._safe[batch.indices].all():
+            return
+        for image in batch.singles():
+            if self._safe[image.indices] or has_plain_samples(image.images[0].numpy()):
+                continue
+            if found := undecodable(image, device, decoding, arrays):
+                raise PipelineFailed(ValueError(found[0][1]), [image])
+        self._safe[batch.indices] = True
+
     def note_failure(
-        self, error: PipelineFailed, device: torch.device, decoding: Decoding,
-        arrays: Callable[[Batch], Mapping[str, Any]], decodes: bool,
-    ) -> None:  # fmt: skip
+        self, error: PipelineFailed, device: torch.device, decoding: Decoding, arrays: Arrays, decodes: bool
+    ) -> None:
         """Notes the images that made a pipeline fail, which decodes these ``arrays`` of each batch.
 
         Even where the pipeline does not decode (``decodes``), a user's graph may: DALI's error shows it.
@@ -89,9 +107,7 @@ class BrokenImages:
         self._indices.add(index)
 
 
-def undecodable(
-    batch: Batch, device: torch.device, decoding: Decoding, arrays: Callable[[Batch], Mapping[str, Any]]
-) -> list[tuple[int, str]]:
+def undecodable(batch: Batch, device: torch.device, decoding: Decoding, arrays: Arrays) -> list[tuple[int, str]]:
     """Decodes the images of a batch one by one, unless a header is broken.
 
     Some images fail only where a part is decoded, so the part is that of ``arrays``. Returns the index and the

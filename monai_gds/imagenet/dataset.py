@@ -312,7 +312,7 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                     if at > begin:
                         yield batch
             except PipelineFailed as e:
-                self._broken.note_failure(e, self.device, self._decoding, partial(self._arrays, epoch), self._decode)
+                self._broken.note_failure(e, self.device, self._decoding, partial(self._fed, epoch), self._decode)
             except BrokenImage as e:
                 self._broken.note_empty(e)
         if ends_empty:
@@ -331,7 +331,14 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
                 yield {"image": outputs["image"], "label": self._labels(outputs["label"])}
 
     def _arrays(self, epoch: int, batch: Batch) -> dict[str, Any]:
-        """What the pipeline is fed for a batch. Raises PipelineFailed for a broken header."""
+        """What the pipeline is fed for a batch. Raises PipelineFailed for images that might crash it."""
+        arrays = self._fed(epoch, batch)
+        if self._decode:
+            self._broken.try_alone(batch, self.device, self._decoding, partial(self._fed, epoch))
+        return arrays
+
+    def _fed(self, epoch: int, batch: Batch) -> dict[str, Any]:
+        """The arrays of a batch. Raises PipelineFailed for a broken header."""
         labels = batch.labels[:, None]
         if not self._decode:
             return {"image": arrays_of(batch), "label": labels}

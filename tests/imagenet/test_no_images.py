@@ -39,7 +39,12 @@ def no_images() -> list[bytes]:
     ]
     heic = b"\0\0\0\x24ftypheic\0\0\0\0mif1heic" + bytes(2000)
     html = b"<!DOCTYPE html><title>404</title>" * 50
-    return [html, heic, bytes(5000), b"\0", whole[:100], whole[:2], encoded(random, "GIF"), *cut]
+    deep = bytearray(whole)
+    deep[deep.index(b"\xff\xc0") + 4] = 99  # bits per sample
+    samples = io.BytesIO()
+    Image.fromarray(np.zeros((9, 9), np.int32)).save(samples, "TIFF")
+    unusual = [bytes(deep), samples.getvalue(), b"P5 9 0 255 "]
+    return [html, heic, bytes(5000), b"\0", whole[:100], whole[:2], encoded(random, "GIF"), *cut, *unusual]
 
 
 def _epochs(root: str, crop: tuple[int, int] | None) -> tuple[list[int], list[str]]:

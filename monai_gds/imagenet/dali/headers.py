@@ -15,8 +15,9 @@ class Headers:
 
     DALI reads them in a pipeline of its own, which runs in the caller's thread. In the pipeline that decodes,
     arithmetic on shapes would take an operator per step: 7 ms for 64 images with 16 threads, where decoding on an H200
-    takes 5. Headers are read in every epoch, since a file may have been replaced. In batches of 32 and more, DALI 2.4's
-    decoders can crash at a window outside of an image, and at a file that holds none.
+    takes 5. Headers are read in every epoch, since a file may have been replaced. DALI 2.4's decoders can crash in a
+    batch of more than 4 images per thread if they refuse a header or a window: the memory that their threads use is
+    freed as soon as one of them fails.
     """
 
     def __init__(self, batch_size: int, decoder: Mapping[str, Any]) -> None:
@@ -27,16 +28,19 @@ class Headers:
     def shapes(self, encoded: Any, feed: Any) -> np.ndarray:
         """Heights and widths, int32 (images, 2), of encoded images, as ``tensor_list`` gives them.
 
-        Raises PipelineFailed, with ``feed``, if one of them has no header of an image.
+        Raises PipelineFailed, with ``feed``, if one of them has no header of an image, or no pixels.
         """
         pipe, self._pipe = self._pipe or self._build(), None  # one that fails cannot be used again
         try:
             pipe.feed_input("image", encoded)
-            (shapes,) = pipe.run()
+            (output,) = pipe.run()
         except RuntimeError as e:
             raise PipelineFailed(e, [feed]) from e
         self._pipe = pipe
-        return np.array(shapes.as_tensor())[:, :2]
+        shapes = np.array(output.as_tensor())
+        if not shapes.all():
+            raise PipelineFailed(ValueError("its header states a height, a width or channels of 0"), [feed])
+        return shapes[:, :2]
 
     def _build(self) -> Any:
         module = dali()
@@ -46,7 +50,9 @@ class Headers:
         )  # fmt: skip
         with pipe:
             encoded = module.fn.external_source(name="image", no_copy=True)
-            shape = module.fn.peek_image_shape(encoded, adjust_orientation=self._upright, dtype=module.types.INT32)
+            shape = module.fn.peek_image_shape(
+                encoded, adjust_orientation=self._upright, dtype=module.types.INT32, image_type=module.types.ANY_DATA
+            )
             pipe.set_outputs(shape)
         pipe.build()
         return pipe
@@ -54,3 +60,28 @@ class Headers:
     def discard(self) -> None:
         """Frees the pipeline."""
         self._pipe = None
+
+
+def has_plain_samples(image: np.ndarray) -> bool:
+    """Whether an encoded image certainly has samples of a type that DALI decodes, as far as its first bytes show.
+
+    False for a TIFF, whose samples may be of 32 bits, and for a JPEG that is not a chain of segments up to its frame
+    header (ITU T.81, B.2.2), or has samples of more than 16 bits.
+    """
+    data = image.data
+    start = bytes(data[:4])
+    if start in _TIFF:
+        return False
+    if start[:2] != b"\xff\xd8":
+        return True
+    at = 2
+    while at + 5 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAMES:
+            return data[at + 4] <= 16
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    return False
+
+
+_TIFF = {b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"}
+_NO_FRAMES = {0xC4, 0xC8, 0xCC}  # tables of codes, an extension, and arithmetic conditioning
