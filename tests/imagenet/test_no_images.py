@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,22 @@ def no_images() -> list[bytes]:
     ]
     heic = b"\0\0\0\x24ftypheic\0\0\0\0mif1heic" + bytes(2000)
     html = b"<!DOCTYPE html><title>404</title>" * 50
-    deep = bytearray(whole)
-    deep[deep.index(b"\xff\xc0") + 4] = 99  # bits per sample
-    samples = io.BytesIO()
-    Image.fromarray(np.zeros((9, 9), np.int32)).save(samples, "TIFF")
-    unusual = [bytes(deep), samples.getvalue(), b"P5 9 0 255 "]
-    return [html, heic, bytes(5000), b"\0", whole[:100], whole[:2], encoded(random, "GIF"), *cut, *unusual]
+    return [html, heic, bytes(5000), b"\0", whole[:100], whole[:2], encoded(random, "GIF"), *cut]
+
+
+def refused() -> dict[str, bytes]:
+    """Headers that can be read, of images that DALI's decoders refuse before they decode."""
+    random = np.random.default_rng(0)
+    deep, wide = (bytearray(encoded(random, kind)) for kind in ("JPEG", "PNG"))
+    deep[deep.index(b"\xff\xc0") + 4] = 99
+    wide[16:20] = b"\xa6" * 4
+    wide[29:33] = struct.pack(">I", zlib.crc32(wide[12:29]))
+    integers = io.BytesIO()
+    Image.fromarray(np.zeros((9, 9), np.int32)).save(integers, "TIFF")
+    return {
+        "99 bits per sample": bytes(deep), "integers of 32 bits": integers.getvalue(), "no rows": b"P5 9 0 255 ",
+        "a width above 2**31": bytes(wide),
+    }  # fmt: skip
 
 
 def _epochs(root: str, crop: tuple[int, int] | None) -> tuple[list[int], list[str]]:
@@ -68,6 +79,17 @@ def test_files_that_are_no_images_are_skipped(
         counts, broken = process.call(_epochs, str(tmp_path), crop)
     assert counts == [COUNT, COUNT]
     assert broken == [f"{tmp_path}/{i:03}.JPEG" for i in sorted(bad)]
+
+
+@pytest.mark.parametrize("kind", refused())
+def test_refused_images_are_skipped(tmp_path: Path, interpreter: Interpreter, kind: str) -> None:
+    random = np.random.default_rng(1)
+    for i in range(COUNT):
+        (tmp_path / f"{i:03}.JPEG").write_bytes(refused()[kind] if i % 4 == 0 else encoded(random, "JPEG"))
+    with interpreter.process() as process:
+        counts, broken = process.call(_epochs, str(tmp_path), (16, 16))
+    assert counts == [COUNT, COUNT]
+    assert broken == [f"{tmp_path}/{i:03}.JPEG" for i in range(0, COUNT, 4)]
 
 
 def test_without_skipping_one_of_them_is_named(tmp_path: Path) -> None:

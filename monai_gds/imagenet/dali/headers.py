@@ -28,7 +28,7 @@ class Headers:
     def shapes(self, encoded: Any, feed: Any) -> np.ndarray:
         """Heights and widths, int32 (images, 2), of encoded images, as ``tensor_list`` gives them.
 
-        Raises PipelineFailed, with ``feed``, if one of them has no header of an image, or no pixels.
+        Raises PipelineFailed, with ``feed``, if one of them has no header of an image, or an impossible one.
         """
         pipe, self._pipe = self._pipe or self._build(), None  # one that fails cannot be used again
         try:
@@ -38,8 +38,8 @@ class Headers:
             raise PipelineFailed(e, [feed]) from e
         self._pipe = pipe
         shapes = np.array(output.as_tensor())
-        if not shapes.all():
-            raise PipelineFailed(ValueError("its header states a height, a width or channels of 0"), [feed])
+        if (shapes <= 0).any():
+            raise PipelineFailed(ValueError("its header states a size of 0, or of more than 2**31 - 1"), [feed])
         return shapes[:, :2]
 
     def _build(self) -> Any:
