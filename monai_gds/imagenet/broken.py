@@ -61,13 +61,13 @@ class BrokenImages:
 
         Raises PipelineFailed if one of them cannot be decoded.
         """
-        if self._safe[batch.indices].all():
-            return
-        for image in batch.singles():
-            if self._safe[image.indices] or has_plain_samples(image.images[0].numpy()):
-                continue
-            if found := undecodable(image, device, decoding, arrays):
-                raise PipelineFailed(ValueError(found[0][1]), [image])
+        new = np.flatnonzero(~self._safe[batch.indices]).tolist()
+        if doubtful := [i for i in new if not has_plain_samples(batch.images[i].numpy())]:
+            some = Batch(
+                batch.indices[doubtful], [batch.images[i] for i in doubtful], batch.labels[doubtful], lambda: None
+            )
+            if found := undecodable(some, device, decoding, arrays):
+                raise PipelineFailed(ValueError(found[0][1]), [some])
         self._safe[batch.indices] = True
 
     def note_failure(

@@ -47,14 +47,21 @@ def refused() -> dict[str, bytes]:
     """Headers that can be read, of images that DALI's decoders refuse before they decode."""
     random = np.random.default_rng(0)
     deep, wide = (bytearray(encoded(random, kind)) for kind in ("JPEG", "PNG"))
-    deep[deep.index(b"\xff\xc0") + 4] = 99
+    frame = deep.index(b"\xff\xc0")
+    first = bytes(deep[: frame + 19])
+    deep[frame + 4] = 99
     wide[16:20] = b"\xa6" * 4
     wide[29:33] = struct.pack(">I", zlib.crc32(wide[12:29]))
     integers = io.BytesIO()
     Image.fromarray(np.zeros((9, 9), np.int32)).save(integers, "TIFF")
+    codestream = io.BytesIO()
+    Image.fromarray(np.zeros((40, 56), np.uint8)).save(codestream, "JPEG2000", no_jp2=True)
+    jpeg2000 = bytearray(codestream.getvalue())
+    jpeg2000[42] = 31  # bits per sample, less one
     return {
-        "99 bits per sample": bytes(deep), "integers of 32 bits": integers.getvalue(), "no rows": b"P5 9 0 255 ",
-        "a width above 2**31": bytes(wide),
+        "99 bits per sample": bytes(deep), "a second frame header": first + bytes(deep[frame:]),
+        "integers of 32 bits": integers.getvalue(), "JPEG 2000 of 32 bits": bytes(jpeg2000),
+        "no rows": b"P5 9 0 255 ", "a width above 2**31": bytes(wide),
     }  # fmt: skip
 
 

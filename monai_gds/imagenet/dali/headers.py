@@ -65,23 +65,26 @@ class Headers:
 def has_plain_samples(image: np.ndarray) -> bool:
     """Whether an encoded image certainly has samples of a type that DALI decodes, as far as its first bytes show.
 
-    False for a TIFF, whose samples may be of 32 bits, and for a JPEG that is not a chain of segments up to its frame
-    header (ITU T.81, B.2.2), or has samples of more than 16 bits.
+    False for TIFF and JPEG 2000, whose samples may be of 32 bits, and for a JPEG that is not a chain of segments up to
+    its first scan (ITU T.81, B.2.2), or has samples of more than 16 bits. Of several frame headers the last one counts.
     """
     data = image.data
-    start = bytes(data[:4])
-    if start in _TIFF:
+    if bytes(data[:4]) in _OTHERS:
         return False
-    if start[:2] != b"\xff\xd8":
+    if bytes(data[:2]) != b"\xff\xd8":
         return True
     at = 2
-    while at + 5 <= len(data) and data[at] == 0xFF:
+    while at + 5 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xFF:
         marker = data[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAMES:
-            return data[at + 4] <= 16
+        if marker == _SCAN:
+            return True
+        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAMES and data[at + 4] > 16:
+            return False
         at += 2 + (data[at + 2] << 8 | data[at + 3])
     return False
 
 
-_TIFF = {b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"}
+#: TIFF, BigTIFF, JPEG 2000 in a file and its bare codestream.
+_OTHERS = {b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"\0\0\0\x0c", b"\xff\x4f\xff\x51"}
+_SCAN = 0xDA
 _NO_FRAMES = {0xC4, 0xC8, 0xCC}  # tables of codes, an extension, and arithmetic conditioning
