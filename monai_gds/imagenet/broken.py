@@ -57,7 +57,7 @@ class BrokenImages:
         raise BrokenImage(path, f"{self.reasons[path]}, and so is every other image")
 
     def try_alone(self, batch: Batch, device: torch.device, decoding: Decoding, arrays: Arrays) -> None:
-        """Decodes those images alone, once each, at whose samples DALI's decoders might crash in a batch.
+        """Decodes those images alone, once each, whose samples DALI might refuse: in a batch it might crash at them.
 
         Raises PipelineFailed if one of them cannot be decoded.
         """

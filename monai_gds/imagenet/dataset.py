@@ -76,8 +76,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             hardware decoder; and ``random_area``, ``random_aspect_ratio`` and ``num_attempts`` of
             ``fn.decoders.image_random_crop``.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
-            batch, and note it in ``broken``. Otherwise it raises BrokenImage. (In a ``graph`` with ``decode=False``, a
-            file that is no image can crash DALI 2.4's decoders in batches of 32 and more.)
+            batch, and note it in ``broken``. Otherwise it raises BrokenImage. Because DALI 2.4 can crash at an image
+            that it refuses in a large batch, TIFF and JPEG 2000 images are decoded alone first, once each. (In a
+            ``graph`` with ``decode=False`` it can crash at any file that is no image, in batches of more than 4 images
+            per thread.)
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.dali.pipeline.execution`.
         window: reads a packed folder in whole files, as suits spinning disks, and shuffles within so many files at a
