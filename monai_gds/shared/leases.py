@@ -23,9 +23,10 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
+from monai_gds.base import file_systems
 from monai_gds.base.process import PerProcess
 from monai_gds.shared.owner import gone, mark, this_process
-from monai_gds.shared.temporary import create, opened, read
+from monai_gds.shared.temporary import READ, create, opened, read
 
 #: Seconds between two touches of a lease's file.
 BEAT_SECONDS = 2.0
@@ -112,10 +113,12 @@ class Lease:
 
     def _beat(self) -> None:
         folder, digest = self._what
-        with contextlib.suppress(OSError), opened(folder) as fd:
-            written, _ = _look(fd, digest)
-            if written == self._mark:  # else it was taken over while this process was frozen
-                os.utime(_name(digest), dir_fd=fd, follow_symlinks=False)  # to the file server's time
+        with (
+            contextlib.suppress(OSError), opened(folder) as fd,
+            file_systems.opened(_name(digest), READ, folder=fd) as file,
+        ):  # fmt: skip
+            if os.read(file, _MOST_BYTES) == self._mark:  # else it was taken over while this process was frozen
+                os.utime(file)  # to the file server's time; by name it could be another's file by now
 
     def __enter__(self) -> Lease:
         self._handed_over = False

@@ -46,7 +46,8 @@ _NAME = re.compile(rf"(?:{re.escape(JOB)})?[0-9a-f]{{32}}\.{PATTERN}")
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
+#: Flags to open a file for reading.
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for its writer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def read(folder: int, name: str, most: int, begin: int = 0) -> tuple[bytes, os.s
     Raises:
         OSError: it is not a regular file, or cannot be read.
     """
-    with file_systems.opened(name, _READ, folder=folder) as file:  # makes NFS ask the server; a plain stat may be stale
+    with file_systems.opened(name, READ, folder=folder) as file:  # makes NFS ask the server; a plain stat may be stale
         st = os.fstat(file)
         if not stat.S_ISREG(st.st_mode):
             raise OSError(f"{name} is not a file")
@@ -193,7 +194,7 @@ def being_written(
         path = os.path.join(directory, FOLDER, name)
         try:
             yield path
-            with contextlib.suppress(OSError), file_systems.opened(name, _READ, folder=folder) as file:
+            with contextlib.suppress(OSError), file_systems.opened(name, READ, folder=folder) as file:
                 share_file(file, os.stat(directory), at_most)  # if that fails, it is a record all the same
             os.rename(path, target, **({} if into is None else {"dst_dir_fd": into}))
         except BaseException:

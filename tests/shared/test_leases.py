@@ -420,6 +420,24 @@ def test_a_lease_that_somebody_has_again_when_it_is_to_be_removed_stays(
     assert file_of(tmp_path).read_text().startswith("0000cafe" if how == "taken over" else "0000beef")
 
 
+def test_a_lease_that_ends_while_it_is_touched_touches_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch, lease = os.utime, Leases(tmp_path).take(A)
+    assert lease is not None
+
+    def late(*args: Any, **options: Any) -> None:
+        lease.release()
+        foreign(tmp_path)
+        touch(file_of(tmp_path), (0, 0))
+        touch(*args, **options)
+
+    with monkeypatch.context() as during:
+        during.setattr(os, "utime", late)
+        lease._beat()
+    assert file_of(tmp_path).stat().st_mtime == 0
+
+
 def test_a_process_id_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:
     place, _, started = this_process().split(".")
     foreign(tmp_path, f"{place}.{os.getppid()}.{int(started) + 1}.0")
