@@ -104,6 +104,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="how many are tried at a time")
     options = parser.parse_args()
     mutants = [m for m in parse(LIST.read_text()) if not options.texts or any(t in m.file for t in options.texts)]
+    if not mutants:
+        parser.error(f"no mutant's file contains {' or '.join(options.texts)}")
     uncaught = 0
     with copied_tree() as one:
         tests = sorted({test for mutant in mutants if mutant.fault is None for test in mutant.tests})
