@@ -488,7 +488,8 @@ def test_two_thousand_epochs_leave_nothing(tmp_path: Path, programs: str) -> Non
     lines = printed_by(EPOCHS, str(tmp_path), "200", programs, timeout=1200).splitlines()
     use = [[int(number) for number in line.split()] for line in lines]
     assert len(use) == 10
-    first, last = use[2], use[-1]
+    # A loop that is left after its last batch ends its crew, if the loader has not noticed the end.
+    first, last = [max(some) for some in zip(*use[2:5], strict=True)], use[-1]
     assert last[0] < first[0] + 48, use
     assert all(now <= before + 2 for now, before in zip(last[1:], first[1:], strict=True)), use
 
