@@ -34,7 +34,7 @@ class BrokenImages:
         self._images = images
         self._skip = skip
         self._indices: set[int] = set()
-        self._safe = np.zeros(len(images), bool)  # whether they can be decoded, or fail, together with others
+        self._safe = np.zeros(len(images), bool)  # whether they may be decoded in a batch with others
 
     def replaced(self, indices: np.ndarray) -> np.ndarray:
         """The indices of a batch with broken images replaced: by a good one of the batch, or the next good one.
@@ -57,7 +57,7 @@ class BrokenImages:
         raise BrokenImage(path, f"{self.reasons[path]}, and so is every other image")
 
     def try_alone(self, batch: Batch, device: torch.device, decoding: Decoding, arrays: Arrays) -> None:
-        """Decodes those images alone, once each, whose samples DALI might refuse: in a batch it might crash at them.
+        """Decodes the images alone whose samples DALI might refuse, once each. In a large batch it could crash at them.
 
         Raises PipelineFailed if one of them cannot be decoded.
         """

@@ -1,4 +1,4 @@
-"""Heights and widths of encoded images, which are needed before they are decoded."""
+"""What is read of encoded images before they are decoded: heights, widths, and whether DALI may refuse them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Headers:
     DALI reads them in a pipeline of its own, which runs in the caller's thread. In the pipeline that decodes,
     arithmetic on shapes would take an operator per step: 7 ms for 64 images with 16 threads, where decoding on an H200
     takes 5. Headers are read in every epoch, since a file may have been replaced. DALI 2.4's decoders can crash in a
-    batch of more than 4 images per thread if they refuse a header or a window: the memory that their threads use is
-    freed as soon as one of them fails.
+    batch of more than 4 images per thread if they refuse a header or a window: if the calling thread's share fails, it
+    frees memory that the others still use.
     """
 
     def __init__(self, batch_size: int, decoder: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Headers:
 
 
 def has_plain_samples(image: np.ndarray) -> bool:
-    """Whether an encoded image certainly has samples of a type that DALI decodes, as far as its first bytes show.
+    """Whether the header of an encoded image, which can be read, shows that DALI decodes samples of its type.
 
     False for TIFF and JPEG 2000, whose samples may be of 32 bits, and for a JPEG that is not a chain of segments up to
     its first scan (ITU T.81, B.2.2), or has samples of more than 16 bits. Of several frame headers the last one counts.
