@@ -26,6 +26,7 @@ from typing import Any
 
 try:
     import nbformat
+    import torch
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
@@ -99,7 +100,8 @@ def sign(node: Any) -> None:
     """Says in the first cell when and where the notebook was executed."""
     found = machine(resolve_device(None))
     if "gpu" in found:
-        where = f"a machine with an {found['gpu']} and {found['cores']} cores"
+        count = torch.cuda.device_count()
+        where = f"a machine with {'an' if count == 1 else count} {found['gpu']} and {found['cores']} cores"
     else:
         where = f"a machine with {found['cores']} cores and no GPU, so on the CPU and with small data"
     told = f"executed on {found['date'][:10]} on {where} (Python {found['python']}, torch {found['torch']})."
