@@ -346,10 +346,10 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             return {"image": arrays_of(batch), "label": labels}
         if batch.images[0].is_cuda:
             self.copied_back += batch.copy_back()
-        images = tensor_list(arrays_of(batch))
+        images = arrays_of(batch)
         shapes = self._headers.shapes(images, batch)
         cuts = self._decoding.arrays(self._sampler.seed, epoch, batch.indices, shapes)
-        return {"image": images, "label": labels, **cuts}
+        return {"image": tensor_list(images), "label": labels, **cuts}
 
     def _labels(self, labels: Any) -> Any:
         """Turns DALI's labels, int32 (batch, 1), into int64 (batch,) on the device. A graph's own are left alone."""

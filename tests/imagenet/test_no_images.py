@@ -107,9 +107,10 @@ def test_without_skipping_one_of_them_is_named(tmp_path: Path) -> None:
         list(ImageNetDataset(tmp_path, 64, device="cpu"))
 
 
-def damaged(random: np.random.Generator) -> bytes:
+def damaged(random: np.random.Generator, *kinds: str) -> bytes:
     """An image with damage in its first bytes, where its header is."""
-    data = bytearray(encoded(random, str(random.choice(["JPEG", "JPEG", "PNG", "TIFF", "BMP", "WEBP", "PPM"]))))
+    kinds = kinds or ("JPEG", "JPEG", "PNG", "TIFF", "BMP", "WEBP", "PPM")
+    data = bytearray(encoded(random, str(random.choice(kinds))))
     way = random.integers(5)
     if way == 0:
         return bytes(data[: random.integers(1, len(data))])
