@@ -15,9 +15,10 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.base.process import Bell, PerProcess
+from monai_gds.storage.staging import new_stream
 
 #: The loader's stream of a device. Epochs share it, and with it the memory of its pool.
-_loader_stream: PerProcess[torch.device, torch.cuda.Stream] = PerProcess(torch.cuda.Stream)
+_loader_stream = PerProcess(new_stream)
 
 
 class _Parcel(NamedTuple):
