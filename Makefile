@@ -1,4 +1,4 @@
-# make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12 CONSTRAINTS=)
+# make demo   sets up and runs the main job on the CPU (or on a GPU: make demo EXTRAS=cuda12,tiles-cuda12 CONSTRAINTS=)
 # make test   sets up and runs the tests but for the long ones, in TEST_PROCESSES processes (2); each file in one of them, so that its disks are made once
 # make test-long  the long tests, and those of hypothesis with many more examples
 # make mutants  one-line faults that the tests have to notice, each in a copy of this tree (MUTANTS="records keys": only in these files)

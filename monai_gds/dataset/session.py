@@ -316,7 +316,13 @@ class Session(NamedTuple):
             return settings.saves_in
         crops = drawn_ahead(self.split())
         on_cuda, lookups = self.target().type == "cuda", [found for found in map(lookup_of, crops) if found]
-        return Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), lookups)
+        form = Compression.of(settings.compression, settings.options.tiles, on_cuda, bool(crops), lookups)
+        if on_cuda and lookups and not (form.codec or form.named) and Notice("tiles", settings.began).is_new():
+            warn(
+                "crops that follow a label will read whole volumes and look for the label's voxels in every epoch, "
+                f"so that a training can take several times as long: {form.reason}"
+            )
+        return form
 
     def pipeline_digest(self) -> str:
         """Hex digits that identify the deterministic transforms and the settings of this process; empty without a hash.

@@ -99,6 +99,7 @@ def _ask_all(place: Place, folder: str | None, device: str | None, backends: Seq
             "blocks": partial(probes.disk, str(place.folder)),
             **{f"backend {name}": partial(probes.backend, name, device) for name in backends},
             "default": partial(probes.default, device, folder),
+            "tiles": probes.tiles,
             "dali": probes.dali,
             "kvikio": probes.kvikio,
         }

@@ -73,6 +73,7 @@ def collect(machine: Machine, place: Place, unwritable: str, answers: Answers) -
         libxnvme(answers),
         blocks(answers),
         *backends(answers),
+        tiles(answers),
         dali(answers),
         *([speed(answers["speed"])] if "speed" in answers else []),
         container(machine, place, answers),
@@ -415,6 +416,25 @@ def backends(answers: Answers) -> Iterator[Finding]:
         if values["of_use"] and not values["ok"]:
             status = Status.MISSING if values["by_default"] else Status.OPTIONAL
         yield Finding(name, status, values["reason"], values["remedy"], {"ok": values["ok"]})
+
+
+def tiles(answers: Answers) -> Finding:
+    """Compressed records in tiles, and on a GPU what unpacks them there."""
+    answer = answers.get("tiles", _NOT_ASKED)
+    if not answer:
+        return Finding("tiles", Status.MISSING, answer.error)
+    devices = _devices(answers)
+    lacking = answer.values["blosc2"] or (answer.values["nvcomp"] if devices else "")
+    if not lacking:
+        return Finding(
+            "tiles", Status.OK, f"crops read parts of records, which {'the GPU' if devices else 'Blosc2'} unpacks"
+        )
+    found, _, remedy = lacking.partition(": pip install ")
+    if not devices:
+        return Finding("tiles", Status.OPTIONAL, found, f"pip install {remedy}")
+    extra = f"tiles-cuda{str(answers['torch'].values['cuda']).partition('.')[0]}"
+    found += ", so crops that follow a label cost a training several times as much"
+    return Finding("tiles", Status.NOTE, found, f"pip install 'monai_gds[{extra}]'")
 
 
 def dali(answers: Answers) -> Finding:

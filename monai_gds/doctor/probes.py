@@ -57,6 +57,13 @@ def dali() -> dict[str, Any]:
     return {"version": str(dali().__version__)}
 
 
+def tiles() -> dict[str, Any]:
+    """Why records in tiles cannot be packed (``blosc2``), and not unpacked on a GPU (``nvcomp``); empty if they can."""
+    from monai_gds.tiles import blosc, device
+
+    return {"blosc2": blosc.why_not() or "", "nvcomp": device.why_not() or ""}
+
+
 def backend(name: str, device: str | None) -> dict[str, Any]:
     """Whether a backend works here: ``ok``, ``reason``, ``remedy``; whether it serves the device (``of_use``), and
     whether ``auto`` would choose it (``by_default``).

@@ -102,7 +102,8 @@ class Compression:
             return cls(named=False, reason=no_gpu)
         reason = "crops come first" if crops else "the GPU unpacks them"
         if why := why_not(AUTO):
-            return cls(named=False, reason=f"tiles would suit, since {reason}, but {why}")
+            more = " (for a GPU: tiles-cuda13 or tiles-cuda12)" if on_gpu else ""
+            return cls(named=False, reason=f"tiles would suit, since {reason}, but {why}{more}")
         return cls(AUTO, edge, False, above, reason)
 
     @property

@@ -52,6 +52,7 @@ from monai_gds import (
     PopulateError,
     UnsupportedType,
 )
+from monai_gds.dataset.session import Session
 from monai_gds.folder import budget
 from monai_gds.folder.directory import CacheDirectory
 from monai_gds.folder.maintenance import survey
@@ -1457,6 +1458,16 @@ def test_auto_without_blosc2_writes_whole_tensors_and_only_print_says_why(
     dataset[0]
     assert forms(cache_dir) == [""]
     assert "pip install 'monai_gds[tiles]'" in str(dataset)
+
+
+def test_on_a_gpu_crops_by_label_without_tiles_are_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "target", lambda self: torch.device("cuda", 0))
+    monkeypatch.setattr(blosc, "why_not", lambda: "Blosc2 is not installed: pip install 'monai_gds[tiles]'")
+    items = [{"n": 1}]
+    with pytest.warns(CacheWarning, match=r"look for the label's voxels in every epoch.*tiles-cuda13 or tiles-cuda12"):
+        make(mt.Compose([mt.Lambda(_volume), BY_LABEL]), items).session.record_form()
+    make(mt.Compose([mt.Lambda(_volume), CROPS]), items).session.record_form()
+    make(mt.Compose([mt.Lambda(_volume), BY_LABEL]), items, compression=None).session.record_form()
 
 
 def test_what_cannot_be_called_is_refused(make: Make) -> None:

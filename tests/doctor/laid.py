@@ -106,4 +106,10 @@ def answers(gpu: bool = True, **more: Answer) -> dict[str, Answer]:
     values |= {"target": "cuda:0"} if gpu else {"version": "2.13.0+cpu", "cuda": None, "devices": [], "target": "cpu"}
     default = Answer({"backend": "kvikio" if gpu else "posix", "reason": "auto: for a test"})
     kvikio = Answer({"ok": gpu, "of_use": gpu, "reason": "KvikIO 26.10 through cuFile", "remedy": ""})
-    return {"torch": Answer(values), "backend kvikio": kvikio, "default": default, **more}
+    return {
+        "torch": Answer(values),
+        "backend kvikio": kvikio,
+        "default": default,
+        "tiles": Answer({"blosc2": "", "nvcomp": ""}),
+        **more,
+    }

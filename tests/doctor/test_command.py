@@ -43,10 +43,8 @@ def test_json_is_all_that_is_printed_and_measuring_leaves_nothing_behind(tmp_pat
     told = json.loads(done.stdout)
     assert set(told) == {"monai_gds", "directory", "device", "works", "default", "findings"}
     assert (told["directory"], told["device"], told["works"], told["default"]) == (str(small), "cpu", True, "posix")
-    known = (
-        "gpu torch cores directory nvidia-fs p2pdma udev cufile direct io_uring libxnvme blocks dali container default"
-    )
-    known += " default posix kvikio xnvme xnvme-block xnvme-bam deepnvme deepnvme-gds"
+    known = "gpu torch cores directory nvidia-fs p2pdma udev cufile direct io_uring libxnvme blocks tiles dali"
+    known += " container default posix kvikio xnvme xnvme-block xnvme-bam deepnvme deepnvme-gds"
     assert set(told["findings"]) >= set(known.split())
     assert told["findings"]["posix"]["status"] == "ok"
     assert told["findings"]["torch"]["details"]["version"] == str(torch.__version__)

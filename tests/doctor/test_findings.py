@@ -482,6 +482,23 @@ def test_what_to_install_for_dali_is_a_remedy(laid: Laid) -> None:
     assert (found.status, found.remedy) == (Status.OPTIONAL, "pip install 'monai_gds[dali-cuda12]'")
 
 
+def test_tiles_on_a_gpu_want_blosc2_and_nvcomp(laid: Laid) -> None:
+    lacks = {
+        "blosc2": "Blosc2 is missing: pip install 'monai_gds[tiles]'",
+        "nvcomp": "nvCOMP is missing: pip install x",
+    }
+    for gpu, told, status, remedy in (
+        (False, {"blosc2": "", "nvcomp": "nvCOMP is missing"}, Status.OK, ""),
+        (False, lacks, Status.OPTIONAL, "pip install 'monai_gds[tiles]'"),
+        (True, {"blosc2": "", "nvcomp": ""}, Status.OK, ""),
+        (True, lacks, Status.NOTE, "pip install 'monai_gds[tiles-cuda13]'"),
+        (True, {**lacks, "blosc2": ""}, Status.NOTE, "pip install 'monai_gds[tiles-cuda13]'"),
+    ):
+        found = laid.findings(answers(gpu, tiles=Answer(told)))["tiles"]
+        assert (found.status, found.remedy) == (status, remedy)
+        assert ("is missing" in found.found) == bool(remedy)
+
+
 def test_io_uring(laid: Laid) -> None:
     assert laid.findings(answers(io_uring=Answer({"files": 64})))["io_uring"].status is Status.OK
     refused = answers(io_uring=Answer({}, "[Errno 1] Operation not permitted"))
