@@ -27,7 +27,7 @@ from monai_gds.pipeline.split import Split
 from monai_gds.programs import kept
 from monai_gds.programs.emission import emit
 from monai_gds.programs.ghostly import Refused, is_ghost, plainly
-from monai_gds.programs.indices import standing_in
+from monai_gds.programs.indices import lookup_of, standing_in
 from monai_gds.programs.log import place_of
 from monai_gds.programs.modes import beyond_modes
 from monai_gds.programs.program import Asked, Program, replaced, tensors_in
@@ -192,7 +192,11 @@ def record_item(
             raise RecordGone
         return found[0]
 
-    return recorder.record(split.steps(), apply, make, most)
+    steps = split.steps()
+    program, refused = recorder.record(steps, apply, make, most)
+    if refused is not None and not lazy.runs and lookup_of(steps[refused.step]):
+        refused = refused._replace(why="it looks for the voxels of a label, which only records in tiles list")
+    return Recorded(program, refused)
 
 
 class _Run:

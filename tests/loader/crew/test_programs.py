@@ -393,6 +393,14 @@ def test_what_cannot_be_recorded_is_named(make: Make) -> None:
     assert "InNumpy" in str(dataset.explain(0))
 
 
+def test_crops_by_label_are_told_to_want_tiles(make: Make) -> None:
+    dataset = make(*crops(), compression=None)
+    loader = load(dataset, stats=True)
+    list(loader)
+    for shown in (dataset.explain(0), loader.stats()):
+        assert "looks for the voxels of a label, which only records in tiles list" in str(shown)
+
+
 def test_what_draws_from_generators_of_the_process_is_by_place_too(make: Make) -> None:
     """In workers. The generators of this process are not touched."""
     drawing = *crops(), DrawsGlobally(), Inner()
