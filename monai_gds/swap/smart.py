@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         runtime_cache: Any = False,
         **options: Any,
     ) -> None:
+        self._replace_rate = replace_rate
         super().__init__(
             data, transform, replace_rate, cache_num, cache_rate, num_init_workers, num_replace_workers, progress,
             shuffle, seed, copy_cache, as_contiguous, runtime_cache, **options,
@@ -118,7 +120,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         Theirs.set_data(self, data)  # calls _fill_cache
         if "_total_num" in vars(self):
             self._total_num = len(data)
-            self._replace_num: int = min(self._replace_num, len(data) - self.cache_num)
+            self._replace_num: int = min(math.ceil(self.cache_num * self._replace_rate), len(data) - self.cache_num)
             self._replacements, self._replace_data_idx = [None] * self._replace_num, list(range(self._replace_num))
             self._compute_data_idx()
 

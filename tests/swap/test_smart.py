@@ -83,6 +83,20 @@ def test_the_values_too_and_what_comes_next_has_a_record_already(tmp_path: Path)
         dataset.shutdown()
 
 
+def test_the_same_share_of_other_data_is_replaced(tmp_path: Path) -> None:
+    ours = SmartCacheDataset(
+        items(40), transform(), 0.5, cache_rate=0.25, shuffle=False, progress=False, cache_dir=tmp_path, device="cpu"
+    )
+    seen = []
+    for data in (items(8), items(1), items(16, 100)):  # 5 of 10 were replaced; of 1, none can be
+        ours.set_data(data)
+        seen += [numbers(ours)]
+        ours.update_cache()
+        seen += [numbers(ours)]
+        ours.shutdown()
+    assert seen == [[0, 1], [1, 2], [], [], [100, 101, 102, 103], [102, 103, 104, 105]]
+
+
 def test_an_item_that_fails_in_the_background_raises_where_it_is_read(tmp_path: Path) -> None:
     data = [*items(2), {"label": "no image"}]
     ours = SmartCacheDataset(data, transform(), 0.5, 2, shuffle=False, progress=False, cache_dir=tmp_path, device="cpu")
