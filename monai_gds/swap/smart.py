@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -69,6 +71,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
     """
 
     _theirs = Theirs
+    _is_last = False  # whether no round comes after this one
 
     def __init__(
         self,
@@ -130,8 +133,14 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         self._fill(wanted or positions)
         return positions
 
+    def _restart(self) -> None:
+        _started.add(self)
+        super()._restart()
+
     def _load_cache_item(self, idx: int) -> int:
         """Makes the record of an item. MONAI's threads call this."""
+        if self._is_last:
+            return idx
         with suppress(Exception):  # whoever reads the item computes it, and raises
             self.session.for_worker().save(idx, anyway=True, item=self._all[idx])
         return idx
@@ -145,3 +154,15 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_update_lock": threading.Lock()})
+
+
+#: Those whose threads may run.
+_started: weakref.WeakSet[SmartCacheDataset] = weakref.WeakSet()
+
+
+@atexit.register  # runs before the writer's handler, which saves what these threads computed last
+def _shut_down() -> None:
+    """Ends what a script did not shut down: a thread that is in torch while the interpreter ends would abort it."""
+    for dataset in list(_started):
+        dataset._is_last = True
+        dataset.shutdown()

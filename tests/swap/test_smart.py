@@ -15,6 +15,7 @@ from monai.transforms import Compose, EnsureTyped, RandFlipd, RandShiftIntensity
 
 import monai_gds
 from monai_gds import GDSDataLoader, SmartCacheDataset
+from tests.fresh import printed_by
 
 Theirs = monai.data.SmartCacheDataset
 
@@ -105,6 +106,38 @@ def test_an_item_that_fails_in_the_background_raises_where_it_is_read(tmp_path: 
     assert round(float(ours[0]["image"])) == 1
     with pytest.raises(RuntimeError, match="EnsureTyped"):
         _ = ours[1]
+
+
+def test_a_script_may_end_without_shutting_it_down(tmp_path: Path) -> None:
+    """A thread that comes back from a C++ call while the interpreter ends would end the process with SIGABRT."""
+    said = printed_by(
+        """
+import sys, threading, torch
+from monai.transforms import Compose, Lambda
+from monai_gds import SmartCacheDataset
+
+entered = threading.Event()
+
+def slow(number):
+    if number > 2:
+        entered.set()
+        values = torch.rand(1000, 1000)
+        for _ in range(20):
+            values = (values @ values).clamp(-1, 1)
+    return torch.tensor(float(number))
+
+dataset = SmartCacheDataset(
+    range(9), Compose([Lambda(slow)]), 1.0, 3, shuffle=False, progress=False, cache_dir=sys.argv[1], device="cpu"
+)
+dataset.start()
+entered.wait(60)
+print(dataset.is_started())
+        """,
+        str(tmp_path / "cache"),
+        whole=True,
+    )
+    assert said == "True"
+    assert len([*(tmp_path / "cache").glob("*.safetensors")]) < 6, "what had not begun is left out"
 
 
 def test_our_loader_and_monais_handler_take_it(tmp_path: Path) -> None:
