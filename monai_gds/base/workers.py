@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -21,6 +22,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -89,7 +91,7 @@ class Workers(Generic[T]):
         environment = dict(os.environ) if self.kind == "forkserver" else None
         if self.kind != "fork":
             try:
-                sent = pickle.dumps(work)
+                sent = _InMemory(pickle.dumps(work))
             except Exception as e:
                 return f"the function that they would run cannot be pickled: {e}"
         self._executor = ProcessPoolExecutor(
@@ -287,7 +289,33 @@ def _start_fork_server(module: str) -> None:
                 os.environ[name] = value
 
 
+class _InMemory:
+    """Bytes that processes which are not forked map, and which do not take the way of their other arguments.
+
+    That is a pipe of 64 KiB, and who fills it waits for ever, or gets an error of the pipe, where the process has ended
+    instead of reading on.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._file = os.memfd_create("monai-gds-work")
+        weakref.finalize(self, os.close, self._file)
+        with open(self._file, "wb", closefd=False) as file:
+            file.write(content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mapped, (DupFd(self._file),)
+
+
 # What follows runs in the workers.
+
+
+def _mapped(received: Any) -> mmap.mmap:
+    file = received.detach()
+    try:
+        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+
 
 _work: Callable[[Any], Any]
 _problem = ""
@@ -306,7 +334,7 @@ def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
     end_with_parent()
     print_past_bars()  # Lightning shows some of rich's
-    if isinstance(work, bytes):
+    if isinstance(work, mmap.mmap):
         try:
             work = pickle.loads(work)
         except Exception as e:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -68,6 +71,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
     """
 
     _theirs = Theirs
+    _is_last = False  # whether no round comes after this one
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         runtime_cache: Any = False,
         **options: Any,
     ) -> None:
+        self._replace_rate = replace_rate
         super().__init__(
             data, transform, replace_rate, cache_num, cache_rate, num_init_workers, num_replace_workers, progress,
             shuffle, seed, copy_cache, as_contiguous, runtime_cache, **options,
@@ -118,7 +123,7 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         Theirs.set_data(self, data)  # calls _fill_cache
         if "_total_num" in vars(self):
             self._total_num = len(data)
-            self._replace_num: int = min(self._replace_num, len(data) - self.cache_num)
+            self._replace_num: int = min(math.ceil(self.cache_num * self._replace_rate), len(data) - self.cache_num)
             self._replacements, self._replace_data_idx = [None] * self._replace_num, list(range(self._replace_num))
             self._compute_data_idx()
 
@@ -128,8 +133,14 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
         self._fill(wanted or positions)
         return positions
 
+    def _restart(self) -> None:
+        _started.add(self)
+        super()._restart()
+
     def _load_cache_item(self, idx: int) -> int:
         """Makes the record of an item. MONAI's threads call this."""
+        if self._is_last:
+            return idx
         with suppress(Exception):  # whoever reads the item computes it, and raises
             self.session.for_worker().save(idx, anyway=True, item=self._all[idx])
         return idx
@@ -143,3 +154,15 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_update_lock": threading.Lock()})
+
+
+#: Those whose threads may run.
+_started: weakref.WeakSet[SmartCacheDataset] = weakref.WeakSet()
+
+
+@atexit.register  # runs before the writer's handler, which saves what these threads computed last
+def _shut_down() -> None:
+    """Ends what a script did not shut down: a thread that is in torch while the interpreter ends would abort it."""
+    for dataset in list(_started):
+        dataset._is_last = True
+        dataset.shutdown()

@@ -238,6 +238,16 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
             assert done.stdout.startswith(kind), done.stderr
 
 
+@pytest.mark.parametrize("context", CONTEXTS[1:])
+def test_so_is_one_whose_work_is_more_than_a_pipe_holds(context: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    start = f"Workers(partial(max, bytes(1 << 20)), 1, {context!r})"
+    script.write_text(f"from functools import partial\nfrom monai_gds.base.workers import Workers\n{start}\n")
+    done = warm().run(script)
+    assert done.returncode == 1
+    assert "under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> None:
     with Workers(fail, 1, context) as workers:

@@ -15,6 +15,7 @@ from monai.transforms import Compose, EnsureTyped, RandFlipd, RandShiftIntensity
 
 import monai_gds
 from monai_gds import GDSDataLoader, SmartCacheDataset
+from tests.fresh import printed_by
 
 Theirs = monai.data.SmartCacheDataset
 
@@ -83,6 +84,20 @@ def test_the_values_too_and_what_comes_next_has_a_record_already(tmp_path: Path)
         dataset.shutdown()
 
 
+def test_the_same_share_of_other_data_is_replaced(tmp_path: Path) -> None:
+    ours = SmartCacheDataset(
+        items(40), transform(), 0.5, cache_rate=0.25, shuffle=False, progress=False, cache_dir=tmp_path, device="cpu"
+    )
+    seen = []
+    for data in (items(8), items(1), items(16, 100)):  # 5 of 10 were replaced; of 1, none can be
+        ours.set_data(data)
+        seen += [numbers(ours)]
+        ours.update_cache()
+        seen += [numbers(ours)]
+        ours.shutdown()
+    assert seen == [[0, 1], [1, 2], [], [], [100, 101, 102, 103], [102, 103, 104, 105]]
+
+
 def test_an_item_that_fails_in_the_background_raises_where_it_is_read(tmp_path: Path) -> None:
     data = [*items(2), {"label": "no image"}]
     ours = SmartCacheDataset(data, transform(), 0.5, 2, shuffle=False, progress=False, cache_dir=tmp_path, device="cpu")
@@ -91,6 +106,38 @@ def test_an_item_that_fails_in_the_background_raises_where_it_is_read(tmp_path: 
     assert round(float(ours[0]["image"])) == 1
     with pytest.raises(RuntimeError, match="EnsureTyped"):
         _ = ours[1]
+
+
+def test_a_script_may_end_without_shutting_it_down(tmp_path: Path) -> None:
+    """A thread that comes back from a C++ call while the interpreter ends would end the process with SIGABRT."""
+    said = printed_by(
+        """
+import sys, threading, torch
+from monai.transforms import Compose, Lambda
+from monai_gds import SmartCacheDataset
+
+entered = threading.Event()
+
+def slow(number):
+    if number > 2:
+        entered.set()
+        values = torch.rand(1000, 1000)
+        for _ in range(20):
+            values = (values @ values).clamp(-1, 1)
+    return torch.tensor(float(number))
+
+dataset = SmartCacheDataset(
+    range(9), Compose([Lambda(slow)]), 1.0, 3, shuffle=False, progress=False, cache_dir=sys.argv[1], device="cpu"
+)
+dataset.start()
+entered.wait(60)
+print(dataset.is_started())
+        """,
+        str(tmp_path / "cache"),
+        whole=True,
+    )
+    assert said == "True"
+    assert len([*(tmp_path / "cache").glob("*.safetensors")]) < 6, "what had not begun is left out"
 
 
 def test_our_loader_and_monais_handler_take_it(tmp_path: Path) -> None:
