@@ -38,8 +38,8 @@ def nearest(
 ) -> Nearest:
     """Finds the record that is most similar to a key without one, among those that still exist.
 
-    Records of the same item come first, then those with a source file in common. Among these the fewest differences
-    win, then the newest record.
+    Records of the same item come first, then those with a source file in common, then those of files of the same
+    content elsewhere. Among these the fewest differences win, then the newest record.
 
     Args:
         index: of the records.
@@ -68,7 +68,9 @@ def nearest(
     entries = list(index.entries().values())
     of_item = [entry for entry in entries if entry.item == item]
     of_source = [entry for entry in entries if not entry.sources.keys().isdisjoint(sources)]
-    for alike, differences in ((of_item, _of_same_item), (of_source, _of_same_sources)):
+    content = _contents(sources)
+    of_copies = [entry for entry in entries if content and _contents(entry.sources) == content]
+    for alike, differences in ((of_item, _of_same_item), (of_source, _of_same_sources), (of_copies, _of_copies)):
         found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e.sources, sources)]) for e in alike]
         for near in sorted(found, key=ranked):
             if near.entry is not None and index.holds(near.entry):
@@ -137,6 +139,21 @@ def _of_same_sources(before: Mapping[str, SourceState], now: Mapping[str, Source
     return [
         f"an item with the source {names} that differs in another value, or in how it spells a path",
         *source_differences(before, now),
+    ]
+
+
+def _contents(sources: Mapping[str, SourceState]) -> list[SourceState]:
+    """The sources without their paths, in order; empty if they have no content, or one was not identified by it."""
+    states = sorted(sources.values())
+    return states if any(size > 0 for size, _ in states) and not any(map(_by_time, states)) else []
+
+
+def _of_copies(before: Mapping[str, SourceState], now: Mapping[str, SourceState]) -> list[str]:
+    first = min(now)
+    old = min(path for path, state in before.items() if state == now[first])
+    return [
+        f"{first} has the content of {old}: where data are moved or copied, items keep their records if the datasets "
+        "before and after have root="
     ]
 
 
