@@ -152,8 +152,8 @@ def _of_copies(before: Mapping[str, SourceState], now: Mapping[str, SourceState]
     first = min(now)
     old = min(path for path, state in before.items() if state == now[first])
     return [
-        f"{first} has the content of {old}: where data are moved or copied, items keep their records if the datasets "
-        "before and after have root="
+        f"{first} has the content of {old}: data that are moved or copied keep their records if every dataset is "
+        "given root="
     ]
 
 

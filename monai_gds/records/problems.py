@@ -18,7 +18,7 @@ _SHARED = (
     errno.EOPNOTSUPP,
 )  # fmt: skip
 
-#: Errors of a whole disk, of which the name of a temporary file says nothing.
+#: Errors of a whole disk, of which the name of a file says nothing.
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _ADVICE: dict[Any, str] = {
@@ -113,12 +113,13 @@ class Problems:
 
 def with_advice(error: OSError, folder: str = "cache_dir") -> str:
     """The text of a disk error, followed by what to do about it; ``folder`` is the argument that names the folder."""
-    there = "the folder"  # or what exists of the path
+    path, there = None, "the folder"  # or what exists of the path
     if error.filename is not None:
         path = Path(os.path.abspath(os.fsdecode(error.filename)))
         there = str(next((p for p in (path, *path.parents) if os.path.exists(p)), path))
     advice = _ADVICE.get(error.errno, "").format(path=there, folder=folder)
     if error.errno == errno.ENOTDIR and error.filename is not None:
         advice = f"{'a part of it' if os.path.isdir(there) else there} is a file: name another folder"
-    nameless = error.strerror and (error.errno in _OF_DISK or error.filename is None)
+    forbidden = error.errno in (errno.EACCES, errno.EPERM) and there != str(path)  # by the folder that is named
+    nameless = error.strerror and (error.errno in _OF_DISK or error.filename is None or forbidden)
     return f"{error.strerror if nameless else error}" + (f" ({advice})" if advice else "")

@@ -502,8 +502,8 @@ def test_a_budget_that_may_not_be_written_is_an_error_with_the_remedy() -> None:
     with shared_folder() as folder:
         done = in_child(lambda: command("cache", "budget", folder, "1kB"), nobody=True)
         assert done.exit_code == 1
-        assert done.stderr.startswith(f"monai-gds: the budget of {folder} cannot be written: ")
-        assert done.stderr.endswith(f"(change the permissions of {folder}, or move the cache)\n")
+        denied = f"Permission denied (change the permissions of {folder}, or move the cache)"
+        assert done.stderr == f"monai-gds: the budget of {folder} cannot be written: {denied}\n"
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"bytes": -1}', b'{"bytes": "1"}', b"\xff"])
