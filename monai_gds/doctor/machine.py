@@ -59,6 +59,7 @@ class Access:
     mode: int  # its permissions, with the bits above them
     is_there: bool  # if not, owner, group and mode are those that it would get
     narrower: tuple[str, ...]  # folders within the cache that fewer users can write to
+    is_hidden: bool = False  # it may be there: this user may not enter the folder above
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Machine:
         group = st.st_gid if inherited else os.getegid()
         umask = re.search(r"^Umask:\s*([0-7]+)", self._text("/proc/self/status"), re.MULTILINE)
         mode = stat.S_IFDIR | inherited | 0o777 & ~(int(umask[1], 8) if umask else 0o022)
-        return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, ())
+        hidden = not os.access(folder, os.X_OK, effective_ids=True)
+        return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, (), hidden)
 
     def _drive(self, number: str) -> Drive | None:
         folder = self.root / "sys/dev/block" / number
