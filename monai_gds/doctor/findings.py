@@ -190,6 +190,8 @@ def directory(place: Place, unwritable: str) -> Finding:
     if unwritable:
         words.append(f"no file can be made: {unwritable}")
         advice = "name a directory that can be written to; records that are there can still be read"
+        if place.no_inodes:
+            advice = "the file system has no room for more files (df -i): delete some, or name another directory"
         if place.access.is_hidden:
             advice = f"have its owner change the permissions of {place.folder}, or name another directory"
         return Finding("directory", Status.FAILED, "; ".join(words), advice, details)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.base import cores
-from monai_gds.base.file_systems import Mount, mount_of, mounts, opened, reached_over, text_of
+from monai_gds.base.file_systems import Mount, has_no_inodes, mount_of, mounts, opened, reached_over, text_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Place:
     free_bytes: int  # that a user may still fill
     nbytes: int  # of the whole file system
     access: Access
+    no_inodes: bool  # no file can be made, however many bytes are free
 
     @property
     def number(self) -> str:
@@ -104,7 +105,8 @@ class Machine:
         mount = mount_of(folder, self.root / "proc")
         drive = self._drive(mount.number) if mount else None
         usage = shutil.disk_usage(folder)
-        return Place(directory, folder, mount, drive, usage.free, usage.total, self._access(path, folder))
+        access = self._access(path, folder)
+        return Place(directory, folder, mount, drive, usage.free, usage.total, access, has_no_inodes(folder))
 
     def _access(self, path: Path, folder: Path) -> Access:
         st = folder.stat()

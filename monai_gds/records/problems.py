@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from monai_gds.base.file_systems import has_no_inodes
 from monai_gds.base.notices import Notice
 from monai_gds.errors import CodecMissing, NewerRecord, RecordError, warn
 from monai_gds.items.types import UnknownHere
@@ -120,6 +121,8 @@ def with_advice(error: OSError, folder: str = "cache_dir") -> str:
     advice = _ADVICE.get(error.errno, "").format(path=there, folder=folder)
     if error.errno == errno.ENOTDIR and error.filename is not None:
         advice = f"{'a part of it' if os.path.isdir(there) else there} is a file: name another folder"
+    if error.errno == errno.ENOSPC and path is not None and has_no_inodes(path.parent):
+        advice = f"the file system has no room for more files (df -i): delete some, or move {folder}"
     forbidden = error.errno in (errno.EACCES, errno.EPERM) and there != str(path)  # by the folder that is named
     nameless = error.strerror and (error.errno in _OF_DISK or error.filename is None or forbidden)
     return f"{error.strerror if nameless else error}" + (f" ({advice})" if advice else "")

@@ -137,6 +137,14 @@ def test_who_will_be_able_to_once_it_is_made(laid: Laid, umask: str, found: str)
     assert row.found.endswith("your umask would create it like this")
 
 
+def test_a_disk_without_room_for_more_files_is_told_from_a_full_one(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 8 << 20, "nr_inodes=2") as small:
+        told = [findings.directory(Machine().place(small), "No space left on device").remedy]
+        (small / "file").touch()
+        told.append(findings.directory(Machine().place(small), "No space left on device").remedy)
+    assert ["(df -i)" in remedy for remedy in told] == [False, True]
+
+
 def test_a_folder_that_one_may_not_enter_is_not_said_to_be_missing() -> None:
     with shared_folder() as folder:
         (folder / "private" / "cache").mkdir(parents=True)

@@ -483,6 +483,14 @@ def test_full_disk_costs_the_cache_and_nothing_is_half_written(tmp_path: Path) -
         assert get(cache, "4") == 4
 
 
+def test_a_disk_without_room_for_more_files_is_told_from_a_full_one(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 8 << 20, "nr_inodes=6") as small:
+        cache = opened(small)
+        with pytest.warns(CacheWarning, match=r"no room for more files \(df -i\)") as caught:
+            assert sum(put(cache, str(i), i) for i in range(5)) < 5
+        assert len(caught) == 1 and "free some space" not in str(caught[0].message)
+
+
 def test_a_read_only_directory_is_read_and_reported_once(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
         put(opened(small), "a", 1)
