@@ -272,14 +272,16 @@ def _is_shown_by_parts(name: str, before: Attributes, now: Attributes) -> bool:
 def _attribute_differences(label: str, before: Attributes, now: Attributes) -> list[str]:
     differences = []
     whole = _whole_elements(before, now)
+    shifted = []  # lists of readers: those behind the one that was installed have other places
     for element, what in sorted(whole.items()):
         loader, _, reader = element.rpartition("readers[")
         unnamed = reader and now.get(f"{loader}auto_select") != "False"
         hint = ": name the readers that count, as in reader='NibabelReader'" if unnamed else ""
+        shifted += [f"{loader}readers["] if unnamed else []
         differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
     for name in dict.fromkeys([*before, *now]):
         found = _ELEMENT.fullmatch(name)
-        if (found and found[1] in whole) or _is_shown_by_parts(name, before, now):
+        if (found and found[1] in whole) or _is_shown_by_parts(name, before, now) or name.startswith(tuple(shifted)):
             continue
         old, new = (attributes.get(name, "not there") for attributes in (before, now))
         if old != new:

@@ -315,6 +315,8 @@ def test_a_reader_that_was_installed_is_one_line_with_a_remedy() -> None:
     told = "LoadImaged._loader.readers[1] is {}: name the readers that count, as in reader='NibabelReader'"
     assert description_differences(before, now) == [told.format("new")]
     assert description_differences(now, before) == [told.format("gone")]
+    first = {f"{load}[0].converter": "None", f"{load}[1].squeeze": "False", f"{load}[1].kwargs": "{}"}
+    assert description_differences(before, first) == [told.format("new")], "the others have only moved up"
     named = {**before, "transforms[0] LoadImaged._loader.auto_select": "False"}
     assert told.partition(":")[0].format("gone") in description_differences(now, named)
     changed = {**before, f"{load}[0].squeeze": "True"}
