@@ -47,6 +47,14 @@ def kind_of_folder(path: str) -> int | None:
     return None
 
 
+def has_no_inodes(folder: str | os.PathLike[str]) -> bool:
+    """Whether no more files can be made on a folder's file system, however many bytes are free there."""
+    with suppress(OSError):
+        found = os.statvfs(folder)
+        return found.f_files > 0 and found.f_favail == 0  # btrfs counts none
+    return False
+
+
 class Mount(NamedTuple):
     """A mounted file system, as described in proc(5).
 

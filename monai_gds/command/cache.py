@@ -28,6 +28,7 @@ from monai_gds.base.console import broken, progress_bar, say, say_lines, stderr,
 from monai_gds.base.units import bytes_of, seconds_of, shown
 from monai_gds.command import options
 from monai_gds.command.options import DatasetArguments, DatasetFunction, JsonOption, dataset_from, parsed
+from monai_gds.errors import NotSaved
 from monai_gds.folder import budget, maintenance
 from monai_gds.folder.budget import KNOWN_SECONDS
 from monai_gds.folder.index import Index
@@ -509,7 +510,12 @@ def set_budget(
     """
     if size is not None:
         nbytes = None if size == "none" else parsed(partial(bytes_of, argument="SIZE"), size, math.inf, "SIZE")
-        budget.write(directory, None if nbytes is None else int(nbytes))
+        try:
+            budget.write(directory, None if nbytes is None else int(nbytes))
+        except OSError as e:
+            from monai_gds.records.problems import with_advice  # which imports torch
+
+            raise NotSaved(f"the budget of {directory} cannot be written: {with_advice(e, 'the cache')}") from e
     limit, held = budget.written(directory), budget.total(directory)
     say(f"{directory} holds {shown(held)}, and {'has no budget' if limit is None else f'may hold {shown(limit)}'}")
     if limit is not None and held > limit:

@@ -14,7 +14,7 @@ import torch
 from monai.data import PersistentDataset
 
 from monai_gds.errors import BrokenItem, FailedItem, causes
-from monai_gds.pipeline.words import in_words, own_line, path_of, paths_of
+from monai_gds.pipeline.words import NOTE, in_words, own_line, path_of, paths_of
 from monai_gds.shared.notes import FOLDER
 
 #: The share of a dataset's items that may be broken: beyond it, something else is wrong.
@@ -73,6 +73,13 @@ def _path_at(cause: BaseException, item: Any) -> str | None:
             found = next((path for _, path in paths_of(item[key])), found)
         step = step.tb_next
     return found
+
+
+def where_and_why(failed: FailedItem) -> str:
+    """A file of an item that failed, and the reason. The error of a file that cannot be loaded names it already."""
+    if failed.error.startswith(kind := f"{BrokenItem.__name__}: "):
+        return failed.error.removeprefix(kind).partition(f" ({NOTE}")[0]
+    return f"{failed.path}: {failed.error}"
 
 
 def list_of(cache_dir: Path, pipeline: str) -> Path:

@@ -16,7 +16,7 @@ from monai.data import PersistentDataset
 from torch.utils.data import Subset
 
 from monai_gds.base.units import shown
-from monai_gds.dataset.broken import list_of, write_list
+from monai_gds.dataset.broken import list_of, where_and_why, write_list
 from monai_gds.dataset.engines import AHEAD, Answer, Engine, Here, InWorkers, OverExecutor, default_workers
 from monai_gds.dataset.inner import is_dataset
 from monai_gds.dataset.making import Saved, misses_in_words, why_missed
@@ -341,10 +341,11 @@ class _Filling:
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:
-    named = [f"  {item.index}: {item.path}: {item.error}" for item in failed[:_NAMED]]
+    named = [f"  {item.index}: {where_and_why(item)}" for item in failed[:_NAMED]]
     if len(failed) > _NAMED:
         named.append(f"  and {len(failed) - _NAMED} more, see the error's attribute `failures`")
-    return "\n".join([f"{len(failed)} of {count} items failed, the others are cached:", *named])
+    others = ", the others are cached" if len(failed) < count else ""
+    return "\n".join([f"{len(failed)} of {count} items failed{others}:", *named])
 
 
 @contextmanager

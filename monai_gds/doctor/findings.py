@@ -170,7 +170,8 @@ def directory(place: Place, unwritable: str) -> Finding:
     if drive is not None and drive.errors:
         words.append("the drive counts " + ", ".join(f"{count} {what}" for what, count in drive.errors.items()))
     if place.asked.absolute() != place.folder:
-        words.insert(0, f"{place.asked} does not exist yet")
+        hidden = f"cannot be seen, since you may not enter {place.folder}"
+        words.insert(0, f"{place.asked} {hidden if place.access.is_hidden else 'does not exist yet'}")
     details = {
         "asked": str(place.asked),
         "looked_at": str(place.folder),
@@ -190,6 +191,10 @@ def directory(place: Place, unwritable: str) -> Finding:
     if unwritable:
         words.append(f"no file can be made: {unwritable}")
         advice = "name a directory that can be written to; records that are there can still be read"
+        if place.no_inodes:
+            advice = "the file system has no room for more files (df -i): delete some, or name another directory"
+        if place.access.is_hidden:
+            advice = f"have its owner change the permissions of {place.folder}, or name another directory"
         return Finding("directory", Status.FAILED, "; ".join(words), advice, details)
     advice = _advice_on(place)
     return Finding("directory", Status.NOTE if advice else Status.OK, "; ".join(words), advice, details)
@@ -220,6 +225,8 @@ def _advice_on(place: Place) -> str:
 def sharing(place: Place) -> Finding:
     """Who can read the records of the cache directory, and who can add them: its own mode decides for all in it."""
     access = place.access
+    if access.is_hidden:
+        return Finding("sharing", Status.UNUSED, "see directory")
     mode = stat.S_IMODE(access.mode)
     can_read, can_add = _who(access, mode >> 2 & mode), _who(access, mode >> 1 & mode)
     words = [f"{can_read} can read records, {can_add} can add them"]

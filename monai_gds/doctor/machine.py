@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from monai_gds.base import cores
-from monai_gds.base.file_systems import Mount, mount_of, mounts, opened, reached_over, text_of
+from monai_gds.base.file_systems import Mount, has_no_inodes, mount_of, mounts, opened, reached_over, text_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Access:
     mode: int  # its permissions, with the bits above them
     is_there: bool  # if not, owner, group and mode are those that it would get
     narrower: tuple[str, ...]  # folders within the cache that fewer users can write to
+    is_hidden: bool = False  # it may be there: this user may not enter the folder above
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Place:
     free_bytes: int  # that a user may still fill
     nbytes: int  # of the whole file system
     access: Access
+    no_inodes: bool  # no file can be made, however many bytes are free
 
     @property
     def number(self) -> str:
@@ -103,7 +105,8 @@ class Machine:
         mount = mount_of(folder, self.root / "proc")
         drive = self._drive(mount.number) if mount else None
         usage = shutil.disk_usage(folder)
-        return Place(directory, folder, mount, drive, usage.free, usage.total, self._access(path, folder))
+        access = self._access(path, folder)
+        return Place(directory, folder, mount, drive, usage.free, usage.total, access, has_no_inodes(folder))
 
     def _access(self, path: Path, folder: Path) -> Access:
         st = folder.stat()
@@ -115,7 +118,8 @@ class Machine:
         group = st.st_gid if inherited else os.getegid()
         umask = re.search(r"^Umask:\s*([0-7]+)", self._text("/proc/self/status"), re.MULTILINE)
         mode = stat.S_IFDIR | inherited | 0o777 & ~(int(umask[1], 8) if umask else 0o022)
-        return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, ())
+        hidden = not os.access(folder, os.X_OK, effective_ids=True)
+        return Access(_name(pwd.getpwuid, os.geteuid()), _name(grp.getgrgid, group), mode, False, (), hidden)
 
     def _drive(self, number: str) -> Drive | None:
         folder = self.root / "sys/dev/block" / number

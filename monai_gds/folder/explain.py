@@ -38,8 +38,8 @@ def nearest(
 ) -> Nearest:
     """Finds the record that is most similar to a key without one, among those that still exist.
 
-    Records of the same item come first, then those with a source file in common. Among these the fewest differences
-    win, then the newest record.
+    Records of the same item come first, then those with a source file in common, then those of files of the same
+    content elsewhere. Among these the fewest differences win, then the newest record.
 
     Args:
         index: of the records.
@@ -68,7 +68,9 @@ def nearest(
     entries = list(index.entries().values())
     of_item = [entry for entry in entries if entry.item == item]
     of_source = [entry for entry in entries if not entry.sources.keys().isdisjoint(sources)]
-    for alike, differences in ((of_item, _of_same_item), (of_source, _of_same_sources)):
+    content = _contents(sources)
+    of_copies = [entry for entry in entries if content and _contents(entry.sources) == content]
+    for alike, differences in ((of_item, _of_same_item), (of_source, _of_same_sources), (of_copies, _of_copies)):
         found = [Nearest(e, [*of_pipeline(e.pipeline), *differences(e.sources, sources)]) for e in alike]
         for near in sorted(found, key=ranked):
             if near.entry is not None and index.holds(near.entry):
@@ -137,6 +139,21 @@ def _of_same_sources(before: Mapping[str, SourceState], now: Mapping[str, Source
     return [
         f"an item with the source {names} that differs in another value, or in how it spells a path",
         *source_differences(before, now),
+    ]
+
+
+def _contents(sources: Mapping[str, SourceState]) -> list[SourceState]:
+    """The sources without their paths, in order; empty if they have no content, or one was not identified by it."""
+    states = sorted(sources.values())
+    return states if any(size > 0 for size, _ in states) and not any(map(_by_time, states)) else []
+
+
+def _of_copies(before: Mapping[str, SourceState], now: Mapping[str, SourceState]) -> list[str]:
+    first = min(now)
+    old = min(path for path, state in before.items() if state == now[first])
+    return [
+        f"{first} has the content of {old}: data that are moved or copied keep their records if every dataset is "
+        "given root="
     ]
 
 
@@ -255,14 +272,16 @@ def _is_shown_by_parts(name: str, before: Attributes, now: Attributes) -> bool:
 def _attribute_differences(label: str, before: Attributes, now: Attributes) -> list[str]:
     differences = []
     whole = _whole_elements(before, now)
+    shifted = []  # lists of readers: those behind the one that was installed have other places
     for element, what in sorted(whole.items()):
         loader, _, reader = element.rpartition("readers[")
         unnamed = reader and now.get(f"{loader}auto_select") != "False"
         hint = ": name the readers that count, as in reader='NibabelReader'" if unnamed else ""
+        shifted += [f"{loader}readers["] if unnamed else []
         differences.append(f"{'.'.join(part for part in (label, element) if part)} {what}{hint}")
     for name in dict.fromkeys([*before, *now]):
         found = _ELEMENT.fullmatch(name)
-        if (found and found[1] in whole) or _is_shown_by_parts(name, before, now):
+        if (found and found[1] in whole) or _is_shown_by_parts(name, before, now) or name.startswith(tuple(shifted)):
             continue
         old, new = (attributes.get(name, "not there") for attributes in (before, now))
         if old != new:

@@ -27,6 +27,9 @@ _RAISED = re.compile(r"^(\w[\w.]*: .+)$", re.MULTILINE)
 #: How the note of an error's cause begins, and the type whose text is the traceback of another process.
 _BECAUSE, _REMOTE = "because of ", "_RemoteTraceback"
 
+#: How the note begins that names the item.
+NOTE = "monai_gds: while computing"
+
 _SUFFIX = re.compile(r"\w\.[A-Za-z]\w{0,7}$")
 
 
@@ -65,7 +68,7 @@ def _note(index: Any, item: Any) -> str:
         named = ": " + ", ".join(paths) if paths else ""
     except Exception:  # the user's own types may raise at any access
         which, named = "an item", ""
-    return f"monai_gds: while computing {which} of the dataset{named}"
+    return f"{NOTE} {which} of the dataset{named}"
 
 
 def _shortened(text: str) -> str:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from monai_gds.base.file_systems import has_no_inodes
 from monai_gds.base.notices import Notice
 from monai_gds.errors import CodecMissing, NewerRecord, RecordError, warn
 from monai_gds.items.types import UnknownHere
@@ -18,12 +19,15 @@ _SHARED = (
     errno.EOPNOTSUPP,
 )  # fmt: skip
 
+#: Errors of a whole disk, of which the name of a file says nothing.
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 _ADVICE: dict[Any, str] = {
     errno.ENOSPC: "free some space, or move {folder}",
     errno.EDQUOT: "free some of your quota, or move {folder}",
     errno.EROFS: "mount it writable, or move {folder}",
-    errno.EACCES: "change its permissions, or move {folder}",
-    errno.EPERM: "change its permissions, or move {folder}",
+    errno.EACCES: "change the permissions of {path}, or move {folder}",
+    errno.EPERM: "change the permissions of {path}, or move {folder}",
     errno.EIO: "the disk fails: look at the kernel's messages (dmesg), and move {folder}",
     errno.ESTALE: "the file server has lost it: mount it again",
     errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
@@ -110,10 +114,15 @@ class Problems:
 
 def with_advice(error: OSError, folder: str = "cache_dir") -> str:
     """The text of a disk error, followed by what to do about it; ``folder`` is the argument that names the folder."""
-    advice = _ADVICE.get(error.errno, "").format(folder=folder)
+    path, there = None, "the folder"  # or what exists of the path
+    if error.filename is not None:
+        path = Path(os.path.abspath(os.fsdecode(error.filename)))
+        there = str(next((p for p in (path, *path.parents) if os.path.exists(p)), path))
+    advice = _ADVICE.get(error.errno, "").format(path=there, folder=folder)
     if error.errno == errno.ENOTDIR and error.filename is not None:
-        parents = Path(os.path.abspath(os.fsdecode(error.filename))).parents
-        file = next((p for p in parents if p.exists() and not p.is_dir()), "a part of it")
-        advice = f"{file} is a file: name another folder"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # of which the temporary file says nothing
-    return f"{error.strerror if full else error}" + (f" ({advice})" if advice else "")
+        advice = f"{'a part of it' if os.path.isdir(there) else there} is a file: name another folder"
+    if error.errno == errno.ENOSPC and path is not None and has_no_inodes(path.parent):
+        advice = f"the file system has no room for more files (df -i): delete some, or move {folder}"
+    forbidden = error.errno in (errno.EACCES, errno.EPERM) and there != str(path)  # by the folder that is named
+    nameless = error.strerror and (error.errno in _OF_DISK or error.filename is None or forbidden)
+    return f"{error.strerror if nameless else error}" + (f" ({advice})" if advice else "")

@@ -132,7 +132,7 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
     ``print(patch(…))`` lists what is replaced, and what is left alone and why.
 
     A name of a caching dataset that a module has already imported (``from monai.data import CacheDataset``) stays
-    MONAI's there: call this first, or use ``monai-gds run``.
+    MONAI's there, and a warning says so: call this first, or use ``monai-gds run``.
 
     Args:
         cache_dir: the folder of datasets that do not name one, as ``CacheDataset`` never does.
@@ -168,7 +168,24 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
     if loaders:
         changes += [(kind, "__init__", _loader(kind)) for kind in _LOADERS]
         replaced |= {kind.__name__: "GDSDataLoader over datasets of ours" for kind in _LOADERS}
+    if early := _imported_already():
+        warn(f"imported before patch(), and still MONAI's: {early}. Call patch() first, or use `monai-gds run`")
     return Patch(changes, replaced)
+
+
+def _imported_already() -> str:
+    """The caching datasets that modules hold by their names, such as ``CacheDataset in __main__``."""
+    found = []
+    for module in [*sys.modules]:
+        if module.partition(".")[0] in ("monai", "monai_gds", "__mp_main__"):  # the last one is __main__ again
+            continue
+        try:
+            held = object.__getattribute__(sys.modules[module], "__dict__")  # vars would load a lazy module
+        except (AttributeError, KeyError):
+            continue
+        if names := [name for name, kind in _MONAIS.items() if held.get(name) is kind]:
+            found.append(f"{', '.join(names)} in {module}")
+    return "; ".join(found)
 
 
 _loader = loaders.constructor

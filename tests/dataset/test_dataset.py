@@ -772,7 +772,7 @@ def test_strict_is_an_error_on_a_full_disk_and_a_read_only_one(make: Make, tmp_p
         with pytest.raises(NotSaved, match="free some space"):
             make(cache=small, strict=True)
         read_only(small)
-        with pytest.raises(NotSaved, match=r"strict=True.*Read-only"):
+        with pytest.raises(NotSaved, match=r"strict=True.*small: Read-only file system \(mount it writable"):
             make(cache=small, strict=True)
 
 

@@ -50,6 +50,16 @@ def test_errors_in_the_data_show_in_the_constructor(items: list[dict[str, Any]],
     assert [failed.index for failed in caught.value.failures] == [1]
 
 
+def test_each_broken_file_is_named_once(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    for item in items:
+        Path(item["image"]).unlink()
+    with pytest.raises(PopulateError, match="3 of 3 items failed:\n") as caught:
+        GDSDataset(items, transform(), tmp_path / "cache", "cpu", populate=True)
+    for n, line in enumerate(str(caught.value).splitlines()[1:4]):
+        assert line.startswith(f"  {n}: {items[n]['image']}: LoadImaged cannot load it: FileNotFoundError: ")
+        assert "while computing" not in line and items[n]["label"] not in line
+
+
 def test_what_no_record_holds_is_a_warning_unless_it_is_to_be_an_error(tmp_path: Path) -> None:
     steps = Compose([EnsureTyped("image"), Lambdad("name", func=lambda name: object() if name else name)])
     items = [{"image": np.zeros((1, 4, 4)), "name": name} for name in ("odd", "")]

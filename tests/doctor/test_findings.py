@@ -20,7 +20,7 @@ from monai_gds.doctor import Diagnosis, Status, examine, findings, probes
 from monai_gds.doctor.isolation import Answer
 from monai_gds.doctor.machine import Machine
 from tests.doctor.laid import CLOSED_DRIVER, Laid, answers
-from tests.machines import mounted_tmpfs
+from tests.machines import in_child, mounted_tmpfs, shared_folder
 from tests.storage.xnvme import libraries
 
 
@@ -135,6 +135,25 @@ def test_who_will_be_able_to_once_it_is_made(laid: Laid, umask: str, found: str)
     row = laid.findings(answers())["sharing"]
     assert found in row.found
     assert row.found.endswith("your umask would create it like this")
+
+
+def test_a_disk_without_room_for_more_files_is_told_from_a_full_one(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 8 << 20, "nr_inodes=2") as small:
+        told = [findings.directory(Machine().place(small), "No space left on device").remedy]
+        (small / "file").touch()
+        told.append(findings.directory(Machine().place(small), "No space left on device").remedy)
+    assert ["(df -i)" in remedy for remedy in told] == [False, True]
+
+
+def test_a_folder_that_one_may_not_enter_is_not_said_to_be_missing() -> None:
+    with shared_folder() as folder:
+        (folder / "private" / "cache").mkdir(parents=True)
+        (folder / "private").chmod(0o700)
+        place = in_child(lambda: Machine().place(folder / "private" / "cache"), nobody=True)
+    row = findings.directory(place, "Permission denied")
+    assert row.found.startswith(f"{folder}/private/cache cannot be seen, since you may not enter {folder}/private; ")
+    assert row.remedy.startswith(f"have its owner change the permissions of {folder}/private, ")
+    assert findings.sharing(place).found == "see directory"
 
 
 def test_users_without_a_name_here_are_told_by_their_numbers(laid: Laid) -> None:

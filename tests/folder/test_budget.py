@@ -498,10 +498,12 @@ def test_the_command_writes_and_shows_it(tmp_path: Path) -> None:
     assert budget.written(tmp_path) is None
 
 
-def test_a_budget_that_may_not_be_written_is_an_error_that_names_the_folder() -> None:
+def test_a_budget_that_may_not_be_written_is_an_error_with_the_remedy() -> None:
     with shared_folder() as folder:
         done = in_child(lambda: command("cache", "budget", folder, "1kB"), nobody=True)
-        assert (done.exit_code, done.stderr) == (1, f"monai-gds: {folder}/.index: Permission denied\n")
+        assert done.exit_code == 1
+        denied = f"Permission denied (change the permissions of {folder}, or move the cache)"
+        assert done.stderr == f"monai-gds: the budget of {folder} cannot be written: {denied}\n"
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"bytes": -1}', b'{"bytes": "1"}', b"\xff"])

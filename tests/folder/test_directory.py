@@ -483,6 +483,14 @@ def test_full_disk_costs_the_cache_and_nothing_is_half_written(tmp_path: Path) -
         assert get(cache, "4") == 4
 
 
+def test_a_disk_without_room_for_more_files_is_told_from_a_full_one(tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "small", 8 << 20, "nr_inodes=6") as small:
+        cache = opened(small)
+        with pytest.warns(CacheWarning, match=r"no room for more files \(df -i\)") as caught:
+            assert sum(put(cache, str(i), i) for i in range(5)) < 5
+        assert len(caught) == 1 and "free some space" not in str(caught[0].message)
+
+
 def test_a_read_only_directory_is_read_and_reported_once(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", 8 << 20) as small:
         put(opened(small), "a", 1)
@@ -493,7 +501,7 @@ def test_a_read_only_directory_is_read_and_reported_once(tmp_path: Path) -> None
             assert not put(cache, "b", 1)
             assert not put(cache, "c", 1)
         assert len(caught) == 1
-        assert "mount it writable" in str(caught[0].message)
+        assert str(caught[0].message).endswith("lasts: Read-only file system (mount it writable, or move cache_dir)")
         assert get(cache, "a") == 1
 
 
@@ -514,6 +522,14 @@ def test_without_permission_to_write_records_are_read() -> None:
         assert found == [1, 1, 1, False, False, False]
         assert len(said) == 1
         assert "Permission denied" in said[0]
+        assert f"(change the permissions of {folder / '.tmp'}, or move cache_dir)" in said[0]
+
+
+def test_a_directory_that_may_not_be_made_is_reported_with_the_one_that_forbids_it() -> None:
+    with shared_folder() as folder:
+        _, said = in_child(lambda: _attempt(folder / "a" / "{b}"), nobody=True)
+        assert len(said) == 1
+        assert f"(change the permissions of {folder}, or move cache_dir)" in said[0]
 
 
 def test_without_permission_to_read_there_is_one_warning_for_all_records() -> None:
@@ -526,7 +542,7 @@ def test_without_permission_to_read_there_is_one_warning_for_all_records() -> No
         assert found == [None, None, None, False, False, False]
         assert len(said) == 1
         assert "Permission denied" in said[0]
-        assert "move cache_dir" in said[0]
+        assert f"(change the permissions of {folder}, or move cache_dir)" in said[0]
 
 
 def test_a_directory_that_cannot_be_made_costs_the_cache(tmp_path: Path) -> None:

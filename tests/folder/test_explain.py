@@ -315,10 +315,29 @@ def test_a_reader_that_was_installed_is_one_line_with_a_remedy() -> None:
     told = "LoadImaged._loader.readers[1] is {}: name the readers that count, as in reader='NibabelReader'"
     assert description_differences(before, now) == [told.format("new")]
     assert description_differences(now, before) == [told.format("gone")]
+    first = {f"{load}[0].converter": "None", f"{load}[1].squeeze": "False", f"{load}[1].kwargs": "{}"}
+    assert description_differences(before, first) == [told.format("new")], "the others have only moved up"
     named = {**before, "transforms[0] LoadImaged._loader.auto_select": "False"}
     assert told.partition(":")[0].format("gone") in description_differences(now, named)
     changed = {**before, f"{load}[0].squeeze": "True"}
     assert description_differences(before, changed) == ["LoadImaged._loader.readers[0].squeeze False → True"]
+
+
+def test_data_that_were_moved_without_a_root(index: Index) -> None:
+    there = {path.replace("/data", "/old"): source for path, source in SOURCES.items()}
+    add(index, 1, item="the files of another item", sources=there | {"/old/more.nii": (5, "x")})
+    entry = add(index, 2, item="at the old path", pipeline="cccc0000", sources=there)
+    found = nearest(index, *WANTED)
+    assert found.entry == entry
+    (told,) = found.differences
+    assert told.startswith(f"{CT} has the content of {CT.replace('/data', '/old')}: ")
+    assert "root=" in told
+
+
+@pytest.mark.parametrize("state", [(0, "aa" * 16), (-1, "absent"), (100, "stat:1700000000")])
+def test_files_of_the_same_size_and_time_are_not_copies_of_one_another(index: Index, state: tuple[int, str]) -> None:
+    add(index, 1, item="other", sources={"/old/x.nii": state})
+    assert nearest(index, "item", "cccc0000", {"/data/y.nii": state}, {}).entry is None
 
 
 def test_data_that_were_moved_with_their_root_and_changed(index: Index) -> None:

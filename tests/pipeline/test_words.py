@@ -221,7 +221,9 @@ def test_a_worker_of_the_loader_names_it_too(broken: GDSDataset, programs: str) 
 def test_populate_names_it(broken: GDSDataset, workers: int) -> None:
     with pytest.raises(PopulateError) as caught:
         broken.populate(workers)
-    assert str(caught.value).splitlines()[-2].endswith(f"({expected(broken)})")
+    label = broken.data[2]["label"]
+    assert str(caught.value).splitlines()[-2].startswith(f"  2: {label}: LoadImaged cannot load it: ")
+    assert caught.value.failures[0].error.endswith(f"({expected(broken)})")
 
 
 def test_a_thread_of_monais_prints_it(broken: GDSDataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ What each stand-in does is tested beside this file.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import monai_gds
 from monai_gds import GDSDataset
 from monai_gds.swap.patching import NAMES
 from tests.fixtures_nifti import write_volumes
+from tests.fresh import ROOT, warm
 
 KEYS = ("image", "label")
 ORIGINAL = {name: getattr(monai.data, name) for name in NAMES if hasattr(monai.data, name)}
@@ -190,3 +193,12 @@ def test_every_dataset_and_loader_of_monai_is_in_one_of_the_lists(tmp_path: Path
     found |= {name for name, kind in classes.items() if issubclass(kind, torch.utils.data.DataLoader)}
     with monai_gds.patch(tmp_path) as patched:
         assert found - patched.replaced.keys() - patched.left_alone.keys() == set()
+
+
+@pytest.mark.parametrize("imported", ["CacheDataset", "PersistentDataset as Ours, CacheDataset", "Dataset, DataLoader"])
+def test_a_name_that_was_imported_before_is_told_with_its_module(imported: str, tmp_path: Path) -> None:
+    (tmp_path / "volumes.py").write_text(f"from monai.data import {imported}")
+    script = "import volumes, monai_gds; monai_gds.patch('cache')"
+    done = warm().run("-c", script, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    told = re.findall(r"imported before patch\(\), and still MONAI's: .*\b(\w+ in volumes)\. Call patch", done.stderr)
+    assert told == (["CacheDataset in volumes"] if "CacheDataset" in imported else []), done.stderr
