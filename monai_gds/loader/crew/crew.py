@@ -75,13 +75,14 @@ class Crew:
     Args:
         order: how many, and how they are started.
         work: what they do.
+        idle: where they wait between epochs.
 
     Raises:
         ValueError: the work cannot be sent to processes that are not forked.
     """
 
-    def __init__(self, order: Order, work: Work) -> None:
-        self.order = order
+    def __init__(self, order: Order, work: Work, idle: list[Crew]) -> None:
+        self.order, self._idle = order, idle
         self.arenas = Arenas(order.most_bytes, order.ahead + order.waiting + _DELIVERED)
         self._process = os.getpid()
         self._work, self._mark = work, mark_of(work)
@@ -189,6 +190,13 @@ class Crew:
             if measurements is not None and watch is not None:
                 watch.add(measurements)
             return found
+
+    def end_epoch(self, complete: bool) -> None:
+        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
+        if complete:
+            self._idle.append(self)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Ends the processes at once, and removes what they leave half-written."""
