@@ -148,11 +148,6 @@ class Machine:
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
         return Driver(match[1], "Open Kernel Module" in text) if match else None
 
-    @cached_property
-    def quota(self) -> float:
-        """How many processors' worth of time this process's control groups allow it."""
-        return cores.quota(self.root)
-
     def node_of(self, pci: str) -> tuple[int, frozenset[int]]:
         """The NUMA node of a PCI device, -1 if unknown or none, and the node's processors."""
         node = self._text(f"/sys/bus/pci/devices/{pci}/numa_node").strip() or "-1"

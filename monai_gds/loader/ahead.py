@@ -46,7 +46,7 @@ class _Upcoming:
     @property
     def is_drawn(self) -> bool:
         """Whether it can be begun without waiting for a worker."""
-        return self.running is None or self.running.is_done
+        return self.running is None or self.running.answer.done()
 
     @property
     def is_made(self) -> bool:

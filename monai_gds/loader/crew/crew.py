@@ -57,14 +57,9 @@ class Running:
         return isinstance(self.task, ItemTask) and self.task.guess is not None
 
     @property
-    def is_done(self) -> bool:
-        """Whether its result can be had without waiting."""
-        return self.answer.done()
-
-    @property
     def has_program(self) -> bool:
         """Whether it is an item that has been recorded."""
-        if not self.is_done or self.answer.exception() is not None:  # to raise it would make it hold its frames
+        if not self.answer.done() or self.answer.exception() is not None:  # to raise it would make it hold its frames
             return False
         return getattr(self.answer.result()[0], "program", None) is not None
 
