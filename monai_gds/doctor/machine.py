@@ -121,14 +121,13 @@ class Machine:
         folder = self.root / "sys/dev/block" / number
         if number.startswith("0:") or not folder.is_dir():
             return None
-        whole = folder.resolve()
-        if (whole / "partition").exists():
-            whole = whole.parent
+        device = folder.resolve()
+        whole = device.parent if (device / "partition").exists() else device
         is_virtual = whole.name.startswith(("vd", "xvd"))
         rotates = text_of(whole / "queue/rotational").strip() == "1"
-        errors = {what: count for what, count in self._errors(whole, folder.resolve().name) if count}
-        over = reached_over(number, self.root)
-        return Drive(whole.name, text_of(whole / "device/model").strip(), rotates and not is_virtual, errors, over)
+        errors = {what: count for what, count in self._errors(whole, device.name) if count}
+        model = text_of(whole / "device/model").strip()
+        return Drive(whole.name, model, rotates and not is_virtual, errors, reached_over(device))
 
     def _errors(self, whole: Path, name: str) -> Iterator[tuple[str, int]]:
         """What the kernel and the drive count: the disk's folder in sysfs, and the name of its partition."""

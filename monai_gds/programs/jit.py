@@ -193,10 +193,8 @@ class Functions:
         self._of.update(made)
 
 
-@cache
-def functions_for(device: torch.device) -> Functions:
-    """The process's functions for a device."""
-    return Functions(device)
+#: Returns the process's functions for a device.
+functions_for = cache(Functions)
 
 
 def _built(piece: Piece, names: Sequence[str], device: torch.device) -> Function:
