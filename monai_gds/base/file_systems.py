@@ -102,21 +102,19 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def reached_over(number: str, root: Path) -> str:
-    """Over what a block device, ``major:minor``, is reached if its drive is in another machine; empty if it is not.
+def reached_over(device: Path) -> str:
+    """Over what a block device is reached if its drive is in another machine; empty if it is not.
 
     Its file system is local all the same: only this machine writes to it. Partitions, device-mapper and md are followed
     to the drives below, of which one in another machine is enough.
+
+    Args:
+        device: its folder in sysfs, without links.
     """
-    return device_over((root / "sys/dev/block" / number).resolve())
-
-
-def device_over(device: Path) -> str:
-    """As :func:`reached_over`, for the folder of a block device in sysfs."""
     if (device / "partition").exists():
         device = device.parent
     for below in sorted((device / "slaves").glob("*")):
-        if over := device_over(below.resolve()):
+        if over := reached_over(below.resolve()):
             return over
     if driver := re.match(r"rbd|nbd|drbd", device.name):
         return _OVER[driver[0]]

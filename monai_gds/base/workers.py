@@ -194,12 +194,6 @@ class Workers(Generic[T]):
     def _processes(self) -> list[BaseProcess]:
         return list((getattr(self._executor, "_processes", None) or {}).values())
 
-    def __enter__(self) -> Workers[T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _how(code: int | None) -> str:
     """How a process ended, by its exit code."""

@@ -30,6 +30,7 @@ from monai_gds.doctor import probes
 from monai_gds.doctor.isolation import Answer
 from monai_gds.loader import GDSDataLoader
 from monai_gds.loader.stats import Stats
+from monai_gds.programs.program import outer_tensors
 
 
 def profile(
@@ -50,8 +51,8 @@ def profile(
     found = []
     for _ in range(epochs):
         for batch in loader:
-            for tensor in _tensors(batch):
-                tensor.sum()
+            for tensor in outer_tensors(batch):
+                tensor.as_subclass(torch.Tensor).sum()
         dataset.flush()
         found.append(loader.stats())
     try:
@@ -61,15 +62,6 @@ def profile(
             return found, Answer(probes.speed(str(dataset.device), folder))
     except OSError as e:
         return found, Answer({}, str(e))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, without those in metadata."""
-    if isinstance(value, torch.Tensor):
-        return [value.as_subclass(torch.Tensor)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
 class _Own(Comparison):

@@ -38,7 +38,7 @@ from monai_gds.dataset.session import Session
 from monai_gds.errors import FailedItem, NotSaved, PopulateError, WorkerDied
 from monai_gds.pipeline.words import in_words, path_of
 from monai_gds.shared.owner import this_process
-from monai_gds.shared.temporary import JOB, create, opened
+from monai_gds.shared.temporary import JOB, create, opened, read
 
 #: Items that each worker is given ahead. More would only be lost when a worker is killed.
 AHEAD = 2
@@ -173,9 +173,7 @@ def _run(sent: _Sent, number: int, what: tuple[int, bool]) -> Answer:
 def _received(sent: _Sent) -> Session:
     try:
         with opened(sent.directory) as folder:
-            file = os.open(f"{sent.name}.0", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        with open(file, "rb") as opened_file:
-            pickled = opened_file.read()
+            pickled, _ = read(folder, f"{sent.name}.0", sys.maxsize)
         if hashlib.sha256(pickled).hexdigest() != sent.digest:
             raise OSError("it was replaced")
     except OSError as e:

@@ -102,7 +102,7 @@ class Runtime:
     @property
     def is_slow(self) -> bool:
         """Whether the cache is so slow to answer that many records should be begun at once."""
-        return self.cache is not None and self.cache.is_slow
+        return self.cache is not None and self.cache.storage.is_slow
 
     def may_write_later(self) -> bool:
         """Whether this process may write after it has gone on.

@@ -133,7 +133,7 @@ def torch(answers: Answers) -> Finding:
 
 def usable_cores(machine: Machine, answers: Answers) -> Finding:
     """How many cores there are for threads and workers, why no more, and which of them are near the GPU."""
-    allowed, quota = cores.allowed(), machine.quota
+    allowed, quota = cores.allowed(), cores.quota(machine.root)
     usable, total = math.ceil(min(len(allowed), quota)), os.cpu_count() or 1
     words = [f"{usable} of {total} may be used"]
     if quota < len(allowed):

@@ -125,14 +125,13 @@ class Machine:
         folder = self.root / "sys/dev/block" / number
         if number.startswith("0:") or not folder.is_dir():
             return None
-        whole = folder.resolve()
-        if (whole / "partition").exists():
-            whole = whole.parent
+        device = folder.resolve()
+        whole = device.parent if (device / "partition").exists() else device
         is_virtual = whole.name.startswith(("vd", "xvd"))
         rotates = text_of(whole / "queue/rotational").strip() == "1"
-        errors = {what: count for what, count in self._errors(whole, folder.resolve().name) if count}
-        over = reached_over(number, self.root)
-        return Drive(whole.name, text_of(whole / "device/model").strip(), rotates and not is_virtual, errors, over)
+        errors = {what: count for what, count in self._errors(whole, device.name) if count}
+        model = text_of(whole / "device/model").strip()
+        return Drive(whole.name, model, rotates and not is_virtual, errors, reached_over(device))
 
     def _errors(self, whole: Path, name: str) -> Iterator[tuple[str, int]]:
         """What the kernel and the drive count: the disk's folder in sysfs, and the name of its partition."""
@@ -151,11 +150,6 @@ class Machine:
         text = self._text("/proc/driver/nvidia/version")
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
         return Driver(match[1], "Open Kernel Module" in text) if match else None
-
-    @cached_property
-    def quota(self) -> float:
-        """How many processors' worth of time this process's control groups allow it."""
-        return cores.quota(self.root)
 
     def node_of(self, pci: str) -> tuple[int, frozenset[int]]:
         """The NUMA node of a PCI device, -1 if unknown or none, and the node's processors."""

@@ -96,7 +96,7 @@ class CacheDirectory:
         self.path = os.path.abspath(path)
         self.index = index
         self.compression = compression
-        self._storage = storage
+        self.storage = storage
         self._durable = durable
         self._file_mode = file_mode
         self._problems = Problems(self.path, unmade, copies, run)
@@ -127,11 +127,6 @@ class CacheDirectory:
         for path in paths:
             writer.wait_for(path)
         return start(self._reader, paths, first)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether its drive is so slow to answer that many records should be begun at once."""
-        return self._storage.is_slow
 
     def warm(self) -> None:
         """Loads now what the first read of a record loads, if that is much."""
@@ -183,7 +178,7 @@ class CacheDirectory:
             self._budget.take(total_bytes(buffers) - _size(path))
         try:
             with temporary.being_written(self.path, key.digest, path, self._file_mode) as unfinished:
-                self._storage.write(unfinished, buffers, durable=self._durable, mode=self._file_mode)
+                self.storage.write(unfinished, buffers, durable=self._durable, mode=self._file_mode)
                 if replaces is not None and not _is_there(path, replaces):
                     raise FileChanged(f"{path} was replaced or removed")
             if self._durable:

@@ -80,7 +80,7 @@ class FileReader:
             _settle(under_way)
 
     def _has_room(self, under_way: Sequence[tuple[np.ndarray, Fetch]]) -> bool:
-        few = self._storage.is_slow and sum(len(indices) for indices, _ in under_way) < limits.SLOW_AHEAD
+        few = self._storage.storage().is_slow and sum(len(indices) for indices, _ in under_way) < limits.SLOW_AHEAD
         return few or len(under_way) <= limits.READ_AHEAD_BATCHES
 
     def _start(self, indices: np.ndarray) -> Fetch:
@@ -122,7 +122,7 @@ class RangeReader(FileReader):
         self._known = _verified().setdefault((images.index, *images.ids), np.zeros(len(images), dtype=bool))
 
     def _start(self, indices: np.ndarray) -> Fetch:
-        packed, coherent = self._packed, self._storage.coherent
+        packed, coherent = self._packed, self._storage.storage().coherent
         order = np.argsort(indices, kind="stable")
         inside = indices[order]
         file = packed.file_of(inside)

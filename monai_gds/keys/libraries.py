@@ -92,7 +92,7 @@ def library_of_class(cls: type) -> bytes | None:
     metaclasses make on demand names the module that calls ``type``.
     """
     library = library_of(cls.__module__)
-    if library is None or not is_made_in_python(cls) or _is_in_its_module(cls):
+    if library is None or not is_made_in_python(cls) or is_in_its_module(cls):
         return library
     functions = [member for member in vars(cls).values() if isinstance(member, types.FunctionType)]
     is_users = cls.__module__ in ("builtins", "types") or any(library_of_function(f) is None for f in functions)
@@ -104,12 +104,13 @@ def is_made_in_python(cls: type) -> bool:
     return cls.__flags__ & (HEAP_TYPE | _IMMUTABLE_TYPE) == HEAP_TYPE
 
 
-def _is_in_its_module(cls: type) -> bool:
-    outer, *inner = cls.__qualname__.split(".")
-    found = vars(sys.modules[cls.__module__]).get(outer) if cls.__module__ in sys.modules else None
+def is_in_its_module(value: Any) -> bool:
+    """Whether a class or function is found under its own name in the module that it names."""
+    outer, *inner = value.__qualname__.split(".")
+    found = vars(sys.modules[value.__module__]).get(outer) if value.__module__ in sys.modules else None
     for name in inner:
         found = getattr(found, name, None)
-    return found is cls
+    return found is value
 
 
 def is_installed(root: str) -> bool:

@@ -123,10 +123,6 @@ class Sources:
             return max([*folders, *[ctime for *_, ctime in entries]], default=0)
         return 0
 
-    def flush(self) -> None:
-        """Writes new hashes to the memo in the cache folder, if there is one. Fails silently."""
-        self._memo.flush()
-
     def _find(self, path: str, folders: bool, is_names: bool = False) -> Identity | None:
         found = self._once.get((path, folders)) if self._policy == "once" else None
         if found is None:

@@ -46,7 +46,7 @@ class _Upcoming:
     @property
     def is_drawn(self) -> bool:
         """Whether it can be begun without waiting for a worker."""
-        return self.running is None or self.running.is_done
+        return self.running is None or self.running.answer.done()
 
     @property
     def is_made(self) -> bool:
@@ -70,6 +70,7 @@ class ReadAhead:
         around: the settings of the consumer, which hold for random transforms.
 
     Attributes:
+        complete: whether there are no more batches.
         finished: records and bytes of the batches so far.
         plain: whether the last batch has no tensors of the device but those in dicts and lists.
     """
@@ -88,7 +89,7 @@ class ReadAhead:
         self._records_for, self._most_records = most_records, 1
         self._bytes_for, self._most_bytes = most_bytes, 0
         self._programs = programs
-        self._all_ordered = self._complete = False
+        self._all_ordered = self.complete = False
         self._limit = inf  # of records in flight, once a device had no memory for more
         self._current: deque[_Upcoming] = deque()  # the rest of the batch that is being finished
         self._drawn: deque[list[_Upcoming]] = deque()  # the batches after it
@@ -112,7 +113,7 @@ class ReadAhead:
         if not self._drawn and not self._draw():
             if self._error is not None:
                 raise self._error
-            self._complete = True
+            self.complete = True
             return NO_BATCH
         items = []
         plain = True
@@ -146,7 +147,7 @@ class ReadAhead:
 
     def next_epoch(self) -> Iterator[None]:
         """Makes the items of the first batches of the next epoch, one batch's before each value."""
-        if self._programs is not None and self._last and self._complete and self._limit == inf:
+        if self._programs is not None and self._last and self.complete and self._limit == inf:
             # A quarter of what may be in flight: a validation may come first, and need memory.
             self._most_bytes = self._most_bytes or self._bytes_for()
             room = self._most_bytes // 4
@@ -165,11 +166,6 @@ class ReadAhead:
             time.sleep(pause)
         self._limit = self._most_records = 1
         return work()
-
-    def end(self) -> None:
-        """Ends what the loop needs: no more batches are asked for."""
-        if self._programs is not None:
-            self._programs.end(self._complete)
 
     def _give_up(self) -> None:
         """Drops items that are begun and not finished, which are begun again later, and lowers the limit."""

@@ -294,7 +294,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             if crew.begin(order, work):
                 return crew
             crew.close()
-        return Crew(order, work)
+        return Crew(order, work, self.idle)
 
     def trust(self, part: GDSDataset) -> Trust:
         """What is known of the programs of a dataset."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from monai_gds.dataset.repeats import compare_seeds
 from monai_gds.errors import shorten, warn
 from monai_gds.loader.ahead import ReadAhead
 from monai_gds.loader.collate import collate
+from monai_gds.loader.crew.crew import Crew
 from monai_gds.loader.crew.drawn import NO_BATCH, Drawn, numbered, with_seed
 from monai_gds.loader.crew.on_values import WorkerBatches, work_on_values
 from monai_gds.loader.crew.programs import Programs
@@ -80,7 +82,7 @@ class Epoch(Iterator[Any]):
             _leave(left, _LEAVE_SECONDS)
         if device.type == "cpu":
             heed_load()
-        ahead, assemble, place, workers = _stages(loader, device, state, watch, loops, around)
+        ahead, assemble, place, crew = _stages(loader, device, state, watch, loops, around)
         self.place = place
         self._owner = Owner()
 
@@ -89,10 +91,11 @@ class Epoch(Iterator[Any]):
             place.taken(*mark[1])
 
         self._hand_over = HandOver(device, on_taken, place.leave, loader.batches_waiting())
-        work = ahead, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate
+        work = ahead, crew, assemble, self._hand_over, place, watch, loops, loader.collate_fn is collate
         self.thread = threading.Thread(target=_produce, args=work, name="monai-gds-loader", daemon=True)
         #: Leaves the loop, which ends the thread.
-        parts = self._owner, self._hand_over, self.thread, place, workers, loader.skipping
+        news = None if crew is None else crew.news
+        parts = self._owner, self._hand_over, self.thread, place, news, loader.skipping
         self.stop = weakref.finalize(self, _stop, *parts)
         self.stop.atexit = False
         _epochs.add(self)
@@ -145,8 +148,8 @@ def _stages(
     watch: Watch | None,
     loops: Loops,
     around: OfThread,
-) -> tuple[ReadAhead | WorkerBatches, Callable[[Any], Any], Place, Programs | WorkerBatches | None]:
-    """What makes items and batches, where the consumer is, and what is to be woken when the loop is left."""
+) -> tuple[ReadAhead | WorkerBatches, Callable[[Any], Any], Place, Crew | None]:
+    """What makes items and batches, where the consumer is, and the worker processes."""
     draw, skipping = partial(_drawn, loader), loader.skipping
     in_flight = loader.records_in_flight, partial(loader.bytes_in_flight, device)
 
@@ -173,14 +176,14 @@ def _stages(
         crew = loader.crew(Work(views, None, device, around.with_process()))
         trusts = [loader.trust(part) for part in parts]
         own = dict(zip(parts, crew.splits(parts), strict=True))
-        programs = Programs(crew, own, trusts, watch, loader.idle, partial(_foreseen, loader))
+        programs = Programs(crew, own, trusts, watch, partial(_foreseen, loader))
         reading = ReadAhead(batches, *in_flight, programs, skipping, around)
-        return reading, partial(_with_memory, reading, assemble), place, programs
+        return reading, partial(_with_memory, reading, assemble), place, crew
     work, done = work_on_values(parts, device, loader.collation, around)
     crew = loader.crew(work)
-    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, loader.idle, skipping, around)
+    made = WorkerBatches(crew, parts, crew.splits(parts), done, device, batches, watch, skipping, around)
     made.inference = around.inference and loader.around == "iter"  # ThreadDataLoader unpacks in a thread
-    return made, loader.pinned if made.whole else assemble, place, made
+    return made, loader.pinned if made.whole else assemble, place, crew
 
 
 def _with_memory(reading: ReadAhead, assemble: Callable[[Any], Any], items: list[Any]) -> Any:
@@ -206,6 +209,7 @@ def _foreseen(loader: Loader) -> Iterator[Drawn]:
 
 def _produce(
     ahead: ReadAhead | WorkerBatches,
+    crew: Crew | None,
     assemble: Callable[[Any], Any],
     hand_over: HandOver,
     place: Place,
@@ -214,7 +218,6 @@ def _produce(
     plain: bool,
 ) -> None:
     """The loader's thread. ``plain``: whether batches are made of items by our own function."""
-    ended = False
     for loop in loops.values():
         loop.enter()
 
@@ -242,9 +245,9 @@ def _produce(
                 if hand_over.stopped:  # whoever begins another loop waits for this thread
                     break
         end_all(loops)  # before the consumer knows, who may begin another
-        if not hand_over.stopped:
-            ahead.end()
-            ended = True
+        if crew is not None and not hand_over.stopped:
+            crew.end_epoch(ahead.complete)
+            crew = None
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")
@@ -253,13 +256,13 @@ def _produce(
     except BaseException as e:
         fail(e)
     finally:
-        if not ended:
-            ahead.end()
+        if crew is not None:
+            crew.end_epoch(ahead.complete)
 
 
 def _stop(
     owner: Owner, hand_over: HandOver, thread: threading.Thread, place: Place,
-    workers: Programs | WorkerBatches | None, skipping: Skipping | None,
+    news: queue.SimpleQueue[object] | None, skipping: Skipping | None,
 ) -> None:  # fmt: skip
     """Leaves a loop. Tells what was skipped if all batches were taken: a trainer that counts them asks for no more."""
     if not owner.is_this_process():  # locks, thread and workers belong to the parent
@@ -268,8 +271,8 @@ def _stop(
     if skipping is not None and (hand_over.is_over or 0 < skipping.batches <= place.batches):
         said = skipping.warning()
     hand_over.stop()
-    if workers is not None:  # the thread may be waiting for one
-        workers.close()
+    if news is not None:  # the thread may be waiting for a worker
+        news.put(None)
     if thread.is_alive():  # else it has ended; or Ctrl-C struck before it began, and it will end at once
         _left_threads.add(thread)
         # The collector may get here in any thread: in this one, or in one that this one waits for.

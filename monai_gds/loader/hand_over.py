@@ -15,6 +15,7 @@ from monai.data import MetaTensor
 
 from monai_gds import limits
 from monai_gds.base.process import Bell, PerProcess
+from monai_gds.programs.program import outer_tensors
 from monai_gds.storage.staging import new_stream
 
 #: The loader's stream of a device. Epochs share it, and with it the memory of its pool.
@@ -194,11 +195,7 @@ class HandOver:
 
 def metadata_in(batch: Any) -> Iterator[list[Any]]:
     """What the MetaTensors within dicts, lists and tuples hold as metadata."""
-    if isinstance(batch, MetaTensor):
-        yield list(batch.meta.values())
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from metadata_in(part)
+    return (list(tensor.meta.values()) for tensor in outer_tensors(batch) if isinstance(tensor, MetaTensor))
 
 
 #: Types that hold no tensors.

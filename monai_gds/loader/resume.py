@@ -47,6 +47,7 @@ class Place:
 
     Attributes:
         batches: how many the consumer has taken.
+        states: the states that the random transforms have for the consumer.
     """
 
     def __init__(self, loader: DataLoader[Any], transform_of: TransformOf = None) -> None:
@@ -56,7 +57,7 @@ class Place:
         self._transforms = _of_transforms(loader.dataset, transform_of)
         self._began: dict[str, Any] = {"states": states_at(self._order), "epochs": self.epochs()}
         self.batches = self._batches_made = 0
-        self._before = self._states = self._made = states_at(self._transforms)
+        self._before = self.states = self._made = states_at(self._transforms)
         self._turns = 0, 0  # the number of a batch, and how often it is still to be given
 
     # For the loader's thread
@@ -66,11 +67,6 @@ class Place:
         before, self._made = self._made, states_at(self._transforms)
         self._batches_made += 1
         return self._batches_made, before, self._made
-
-    @property
-    def states(self) -> dict[str, Any]:
-        """The states that the random transforms have for the consumer."""
-        return self._states
 
     # For the consumer
 
@@ -82,7 +78,7 @@ class Place:
         if batch > self.batches:
             self.batches = batch
             if before is not None and after is not None:
-                self._before, self._states = before, after
+                self._before, self.states = before, after
 
     @property
     def due(self) -> int:
@@ -101,8 +97,8 @@ class Place:
 
     def leave(self) -> None:
         """Restores the transforms' states to those of the consumer, unless somebody else has drawn from them."""
-        if self._made is not self._states and states_at(self._transforms) == self._made:
-            put_back(self._transforms, self._states)
+        if self._made is not self.states and states_at(self._transforms) == self._made:
+            put_back(self._transforms, self.states)
 
     def state_dict(self, begun: bool) -> dict[str, Any]:
         """The state for :func:`begin_or_go_on`. ``begun``: whether a loop has drawn its order from these states."""
@@ -111,7 +107,7 @@ class Place:
             "batches": batch - 1 if times else self.batches,
             "repeats_left": times,
             "order": self._began,
-            "transforms": self._before if times and batch == self.batches else self._states,
+            "transforms": self._before if times and batch == self.batches else self.states,
             "shared": states_at(GLOBAL),
             "begun": begun,
             "by_place": self._by_place,
@@ -131,7 +127,7 @@ class Place:
         self._began = state["order"]
         put_back(self._transforms, state["transforms"])
         put_back(self._order, state["order"]["states"])
-        self._before = self._states = self._made = states_at(self._transforms)
+        self._before = self.states = self._made = states_at(self._transforms)
         if self.batches or self.due:  # a sampler may be given its epoch until the first batch
             self._set_epochs(state["order"]["epochs"])
 

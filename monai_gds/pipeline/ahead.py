@@ -12,7 +12,6 @@ would be read, and some print or write.
 from __future__ import annotations
 
 import enum
-import sys
 import threading
 import types
 import weakref
@@ -23,6 +22,7 @@ import monai.transforms as mt
 import numpy as np
 import torch
 
+from monai_gds.keys.libraries import is_in_its_module
 from monai_gds.pipeline.parts import TRANSFORMS, is_a, parts
 from monai_gds.pipeline.split import Split
 
@@ -108,10 +108,7 @@ def _is_a_librarys(value: Any) -> bool:
     """Whether a function or class is found under its own name in MONAI, torch or NumPy, or is a builtin number type."""
     if _origin(value) not in _LIBRARIES:
         return value in (bool, int, float, complex)
-    found: Any = sys.modules.get(value.__module__)
-    for attribute in value.__qualname__.split("."):
-        found = getattr(found, attribute, None)
-    return found is value
+    return is_in_its_module(value)
 
 
 def _origin(value: Any) -> str:

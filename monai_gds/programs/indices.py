@@ -115,9 +115,9 @@ def _indices(transform: Any, item: Any, runs_of: RunsOf) -> dict[str, Any]:
     above = None if runs.above is None else runs.above.numpy().tobytes()
     try:
         if type(transform) is RandCropByPosNegLabeld:
-            chosen = _grounds(values, runs.dtype, above)
+            chosen = _chosen(map_binary_to_indices, values, runs.dtype, above)
             return dict(zip(names, [Selection(runs, list(some)) for some in chosen], strict=True))
-        chosen = _classes(values, runs.dtype, transform.cropper.num_classes, above)
+        chosen = _chosen(map_classes_to_indices, values, runs.dtype, above, transform.cropper.num_classes)
         return {names[0]: [Selection(runs, list(some)) for some in chosen]}
     except Exception:  # MONAI raises it for the label, too
         return {}
@@ -160,22 +160,13 @@ def _is_whole(tensor: torch.Tensor, form: Form) -> bool:
 
 
 # Most items have the same few values.
-@functools.lru_cache(maxsize=64)
-def _grounds(values: bytes, dtype: torch.dtype, above: bytes | None) -> tuple[tuple[int, ...], ...]:
-    """Which of a label's values are foreground to MONAI, and which are background."""
-    image = None if above is None else _as_volume(above, torch.bool)
-    found = map_binary_to_indices(_as_volume(values, dtype), image)
-    return tuple(tuple(chosen.tolist()) for chosen in found)
-
-
-@functools.lru_cache(maxsize=64)
-def _classes(
-    values: bytes, dtype: torch.dtype, num_classes: int | None, above: bytes | None
+@functools.lru_cache(maxsize=128)
+def _chosen(
+    listed: Callable[..., Any], values: bytes, dtype: torch.dtype, above: bytes | None, *num_classes: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Which of a label's values are of each class to MONAI."""
+    """Which of a label's values are foreground to MONAI, and which are background; or which are of each class."""
     image = None if above is None else _as_volume(above, torch.bool)
-    found = map_classes_to_indices(_as_volume(values, dtype), num_classes, image)
-    return tuple(tuple(chosen.tolist()) for chosen in found)
+    return tuple(tuple(chosen.tolist()) for chosen in listed(_as_volume(values, dtype), *num_classes, image))
 
 
 def _as_volume(values: bytes, dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from monai_gds import limits
+from monai_gds.programs.log import about
 from monai_gds.programs.program import TARGET, Piece, Step, op_of
 
 _C = torch._C
@@ -73,7 +74,7 @@ def cut(steps: Sequence[Step], names: Sequence[str], owners: Sequence[int], kept
         return _piece([steps[i] for i in some], names, {number for number, i in last.items() if i >= end})
 
     def take_short() -> None:
-        if any(_writes(names[steps[i].op]) for i in short):  # then their order counts
+        if any(about(op_of(names[steps[i].op])).written for i in short):  # then their order counts
             pieces.append(Piece(pickle.dumps([steps[i] for i in short], 5)))
         elif short:
             together = _connected([steps[i] for i in short])
@@ -112,12 +113,6 @@ def _connected(steps: Sequence[Step], owners: Sequence[int] | None = None) -> li
                 group[first(i)] = first(met[number])
         met.update(dict.fromkeys(outs if owners is not None else used + outs, i))
     return [first(i) for i in range(len(steps))]
-
-
-@cache
-def _writes(name: str) -> bool:
-    """Whether an operation writes to a tensor that it is given."""
-    return any(about.alias_info is not None and about.alias_info.is_write for about in op_of(name)._schema.arguments)
 
 
 def _piece(steps: Sequence[Step], names: Sequence[str], later: set[int]) -> Piece:
@@ -198,10 +193,8 @@ class Functions:
         self._of.update(made)
 
 
-@cache
-def functions_for(device: torch.device) -> Functions:
-    """The process's functions for a device."""
-    return Functions(device)
+#: Returns the process's functions for a device.
+functions_for = cache(Functions)
 
 
 def _built(piece: Piece, names: Sequence[str], device: torch.device) -> Function:
@@ -215,15 +208,15 @@ def _built(piece: Piece, names: Sequence[str], device: torch.device) -> Function
         values[traced.places[number]].setType(tensor)
     for name, arguments, outs in traced.steps:
         schema = op_of(name)._schema
-        wanted = {where: str(about.type) for i, about in enumerate(schema.arguments) for where in (i, about.name)}
+        wanted = {where: str(one.type) for i, one in enumerate(schema.arguments) for where in (i, one.name)}
         if strange := [where for where, _ in arguments if where not in wanted]:
             raise ValueError(f"{name} has no {strange}")
         # Numbers become inputs of the graph in the order in which they are given, which need not be the schema's.
         given = {where: _input(graph, argument, wanted[where], values, device) for where, argument in arguments}
         inputs = []
-        for i, about in enumerate(schema.arguments):
-            place = i if i in given else about.name
-            default = "constant", about.default_value
+        for i, one in enumerate(schema.arguments):
+            place = i if i in given else one.name
+            default = "constant", one.default_value
             inputs.append(given[place] if place in given else _input(graph, default, wanted[i], values, device))
         node = graph.create(name.rpartition(".")[0], inputs, len(schema.returns))
         graph.insertNode(node)
@@ -262,7 +255,9 @@ def _input(graph: Any, argument: _Argument, wanted: str, values: dict[int | None
         node.output().setType(_C.ListType(_C.OptionalType(tensor) if "Optional[Tensor]" in wanted else tensor))
         return node.output()
     if kind == "constant":
-        value = device if value == TARGET else _MEMORY_FORMATS.get(value, value) if _is_format(value) else value
+        if isinstance(value, torch.memory_format):
+            value = _MEMORY_FORMATS.get(value, value)
+        value = device if value == TARGET else value
         return graph.insertConstant(list(value) if isinstance(value, tuple) else value)
     if ("List" in wanted) != kind.endswith("s"):
         raise ValueError(f"{kind} for {wanted}")
@@ -270,7 +265,3 @@ def _input(graph: Any, argument: _Argument, wanted: str, values: dict[int | None
     found = graph.addInput()
     found.setType(_C.ListType(number) if kind.endswith("s") else number)
     return found
-
-
-def _is_format(value: Any) -> bool:
-    return isinstance(value, torch.memory_format)

@@ -235,7 +235,7 @@ class _Unpacker(pickle.Unpickler):
         return self._filled if found is _hole else found
 
     def _filled(self, number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
-        return _as(self._tensors[number], kind, attributes)
+        return of_kind(self._tensors[number], kind, attributes)
 
 
 def _hole(number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
@@ -245,7 +245,7 @@ def _hole(number: int, kind: type, attributes: dict[str, Any] | None) -> Tensor:
 def _real(memory: bytearray, form: tuple[Any, ...], kind: type, attributes: dict[str, Any] | None) -> Tensor:
     dtype, size, stride, offset = form
     flat = torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
-    return _as(flat.as_strided(size, stride, offset), kind, attributes)
+    return of_kind(flat.as_strided(size, stride, offset), kind, attributes)
 
 
 def _array(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -253,7 +253,7 @@ def _array(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.frombuffer(memory, dtype).reshape(shape))
 
 
-def _as(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
+def of_kind(tensor: Tensor, kind: type, attributes: dict[str, Any] | None) -> Tensor:
     """A tensor as one of another class, which it becomes itself: to make and to free another takes Python's lock."""
     try:
         tensor.__class__ = kind
@@ -320,7 +320,7 @@ def unpack(item: bytes | Held, tensors: Sequence[Tensor]) -> Any:
         finally:
             unpacker.memo = {}  # it refers to the unpacker: all would stay, the tensors too, until the collector runs
     made = {
-        id(ghost): _as(tensor, type(ghost), None if type(ghost) is Tensor else ghost.__dict__)
+        id(ghost): of_kind(tensor, type(ghost), None if type(ghost) is Tensor else ghost.__dict__)
         for ghost, tensor in zip(item.ghosts, tensors, strict=True)
     }
     return replaced(item.item, lambda tensor: made.get(id(tensor), tensor))
@@ -339,6 +339,19 @@ def replaced(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
     elif type(value) is tuple:
         return tuple([replaced(part, new) for part in value])
     return value
+
+
+def outer_tensors(item: Any) -> Iterator[Tensor]:
+    """The tensors of an item or a batch within dicts, lists and tuples."""
+    todo = [item]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            todo.extend(value)
 
 
 def tensors_in(item: Any) -> Iterator[tuple[Tensor, bool]]:

@@ -12,7 +12,7 @@ there, with random states as they were, so that nothing of the transform is left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ from monai_gds.programs.ghostly import Refused, is_ghost, plainly
 from monai_gds.programs.indices import lookup_of, standing_in
 from monai_gds.programs.log import place_of
 from monai_gds.programs.modes import beyond_modes
-from monai_gds.programs.program import Asked, Program, replaced, tensors_in
+from monai_gds.programs.program import Asked, Program, outer_tensors, replaced, tensors_in
 from monai_gds.programs.recording import Recording
 from monai_gds.programs.replay import answered
 
@@ -253,7 +253,7 @@ class _Run:
         if kept.in_containers(held):
             recording.refuse("it keeps tensors of the item")
         recording.check_writes()
-        for tensor in _tensors(item):
+        for tensor in outer_tensors(item):  # others are met when it is pickled
             if tensor.requires_grad:
                 recording.refuse("its result requires a gradient")
             if is_ghost(tensor):
@@ -269,19 +269,6 @@ class _Run:
                 self.recording.refuse("it makes a tensor of its own")
             if tensor._version:
                 self.recording.refuse("it writes in place")
-
-
-def _tensors(item: Any) -> Iterator[Tensor]:
-    """The tensors of an item within dicts, lists and tuples. Others are met when the item is pickled."""
-    todo = [item]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            todo.extend(value)
 
 
 def _lifted(item: Any, lift: Callable[[Tensor], Tensor]) -> Any:

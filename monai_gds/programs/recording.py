@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -184,7 +184,7 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             self.refuse(f"it uses {func}")
-        tensors = list(_tensors(args, kwargs))
+        tensors = _tensors((*args, *kwargs.values()))
         ghosts = [tensor for tensor in tensors if tensor.is_meta]
         device, of = kwargs.get("device"), about(func)
         if not ghosts and (device is None or device.type == "cpu"):
@@ -229,7 +229,7 @@ class Recording(Log, TorchDispatchMode):  # type: ignore[no-untyped-call]
             if device.index is not None or ghosts or not self.on_host:
                 return device.index or ON_TARGET
             # torch makes it where the first tensor among the arguments is, and meta has one device for all
-            return self.kind_of(next(tensor for tensor in _tensors(self.called, {}) if tensor.is_meta))
+            return self.kind_of(next(tensor for tensor in _tensors(self.called) if tensor.is_meta))
         if device is not None or not ghosts:
             return self.host
         return self.kind_of(max(ghosts, key=lambda tensor: tensor.dim() > 0))
@@ -366,15 +366,10 @@ def _mapped(f: Any, value: Any) -> Any:
     return f(value)
 
 
-def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif value.__class__ is list or value.__class__ is tuple:
-            yield from (part for part in value if isinstance(part, Tensor))
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [part for part in _each(values) if isinstance(part, Tensor)]
 
 
 def _written(of: About, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in of.written]
-    return [part for value in found for part in _each(value) if isinstance(part, Tensor)]
+    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in of.written])

@@ -127,9 +127,5 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, float):
         return a == b or (a != a and b != b)
-    return bool(a == b) or _has_no_equality(a)
-
-
-def _has_no_equality(value: Any) -> bool:
-    """Whether a value equals only itself, so that of two nothing is known."""
-    return type(value).__eq__ == object.__eq__  # type: ignore[comparison-overlap]
+    # What equals only itself tells nothing.
+    return bool(a == b) or type(a).__eq__ == object.__eq__  # type: ignore[comparison-overlap]

@@ -313,10 +313,11 @@ _FIELDS = 26
 def _form(layout: Layout) -> tuple[int, ...]:
     """The fields of a part's descriptor that depend on its layout only."""
     _, *grid = layout.grid
+    shuffled = CODECS[layout.codec].filter == "shuffle"
     step = 4 if layout.tile[2] % 4 == 0 else 1  # elements that a thread handles at once
     return (
         layout.tile_bytes, layout.values, *(1, 1, 1, *layout.shape)[-3:], *layout.tile, *grid,
-        layout.packed_dtype.itemsize, layout.dtype.itemsize, int(layout.shuffled), step,
+        layout.packed_dtype.itemsize, layout.dtype.itemsize, int(shuffled), step,
     )  # fmt: skip
 
 

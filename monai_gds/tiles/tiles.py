@@ -99,11 +99,6 @@ class Layout:
         return PATTERNS[self.dtype.itemsize]
 
     @property
-    def shuffled(self) -> bool:
-        """Whether tiles go through the byte shuffle before the codec."""
-        return CODECS[self.codec].filter == "shuffle"
-
-    @property
     def tile_bytes(self) -> int:
         """Bytes of a tile before compression."""
         return math.prod(self.tile) * self.packed_dtype.itemsize

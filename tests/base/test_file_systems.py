@@ -58,7 +58,7 @@ def sysfs(tmp_path: Path) -> Sysfs:
 )  # fmt: skip
 def test_simulated_an_nvme_drive_has_a_transport(sysfs: Sysfs, transport: str, over: str, partition: bool) -> None:
     sysfs.nvme("nvme1n1", transport, number="9:0", partition=partition)
-    assert reached_over("9:0", sysfs.root) == over
+    assert reached_over((sysfs.root / "sys/dev/block/9:0").resolve()) == over
 
 
 @pytest.mark.parametrize(("transport", "over"), [("pcie", ""), ("tcp", "NVMe over TCP")])
@@ -70,7 +70,7 @@ def test_simulated_an_nvme_drive_with_several_paths_is_below_a_subsystem(
         (subsystem / name).symlink_to(sysfs.device(f"fabrics/{name}", files={"transport": f"{transport}\n"}))
     drive = sysfs.device("virtual/nvme-subsystem/nvme-subsys0/nvme0n1", number="9:0")
     (drive / "device").symlink_to(subsystem)
-    assert reached_over("9:0", sysfs.root) == over
+    assert reached_over((sysfs.root / "sys/dev/block/9:0").resolve()) == over
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_simulated_an_nvme_drive_with_several_paths_is_below_a_subsystem(
 )
 def test_simulated_other_drives_have_a_driver_or_a_bus(sysfs: Sysfs, path: str, over: str) -> None:
     sysfs.device(path, number="9:0")
-    assert reached_over("9:0", sysfs.root) == over
+    assert reached_over((sysfs.root / "sys/dev/block/9:0").resolve()) == over
 
 
 def test_simulated_what_is_made_of_drives_is_where_they_are(sysfs: Sysfs) -> None:
     local = sysfs.nvme("nvme0n1", "pcie", partition=True)
     remote = sysfs.nvme("nvme1n1", "tcp", partition=True)
     sysfs.above("dm-0", local)
-    assert reached_over("9:0", sysfs.root) == ""
+    assert reached_over((sysfs.root / "sys/dev/block/9:0").resolve()) == ""
     (sysfs.root / "sys/devices/virtual/block/dm-0/slaves/nvme1n1p1").symlink_to(remote)
-    assert reached_over("9:0", sysfs.root) == "NVMe over TCP", "one of two"
+    assert reached_over((sysfs.root / "sys/dev/block/9:0").resolve()) == "NVMe over TCP", "one of two"
 
 
 def test_a_number_without_a_device_is_reached_over_nothing(sysfs: Sysfs) -> None:
-    assert reached_over("0:40", sysfs.root) == ""
+    assert reached_over((sysfs.root / "sys/dev/block/0:40").resolve()) == ""

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def gone(pid: int, within: float) -> bool:
 
 @pytest.mark.parametrize("context", [None, *CONTEXTS])
 def test_runs_in_other_processes(context: str | None) -> None:
-    with Workers(process, 2, context) as workers:
+    with closing(Workers(process, 2, context)) as workers:
         pids = {workers.submit(i).result() for i in range(8)}
         assert workers.kind == (context or "fork")
     assert os.getpid() not in pids
@@ -110,13 +111,13 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_forked_workers_compute_though_their_parent_has_threads_of_openmp() -> None:
-    with Workers(summed, 1, "fork") as workers:
+    with closing(Workers(summed, 1, "fork")) as workers:
         assert workers.submit(1 << 20).result(timeout=20) == 1 << 20
 
 
 def test_forks_elsewhere_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with Workers(process, 1) as workers:
+    with closing(Workers(process, 1)) as workers:
         assert workers.kind == "forkserver"
         assert workers.submit(0).result() != os.getpid()
 
@@ -129,7 +130,7 @@ def parent_and(name: str) -> tuple[int, str | None]:
 def test_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch, context: str) -> None:
     for value in ("1", "2"):  # the fork server keeps running
         monkeypatch.setenv("MONAI_GDS_TEST", value)
-        with Workers(parent_and, 1, context) as workers:
+        with closing(Workers(parent_and, 1, context)) as workers:
             parent, found = workers.submit("MONAI_GDS_TEST").result()
         assert found == value
         assert (parent == os.getpid()) == (context != "forkserver")
@@ -143,6 +144,7 @@ def where(n): return {where!r}
 
 OF_A_PATH = """
 import os, sys
+from contextlib import closing
 sys.path.insert(0, "added")
 import torch
 from monai_gds.base.workers import Workers
@@ -150,7 +152,7 @@ from jobs import where
 torch.cuda.is_initialized = lambda: True
 if __name__ == "__main__":
     before = dict(os.environ)
-    with Workers(where, 3) as workers:
+    with closing(Workers(where, 3)) as workers:
         print(where(0), workers.submit(0).result(), os.environ == before)
 """
 
@@ -170,13 +172,14 @@ def test_the_fork_server_imports_once_what_the_script_would(tmp_path: Path) -> N
 
 AT_ONCE = """
 import multiprocessing, os, sys, time
+from contextlib import closing
 from monai_gds.base.workers import Workers
 if __name__ == "__mp_main__":
     open(str(os.getpid()), "w").close()
     while len(os.listdir()) < 3:  # the script and both workers
         time.sleep(0.01)
 if __name__ == "__main__":
-    with Workers(os.path.exists, 2, sys.argv[1]) as workers:
+    with closing(Workers(os.path.exists, 2, sys.argv[1])) as workers:
         print(workers.submit("script.py").result())
 """
 
@@ -193,7 +196,7 @@ def test_threads_where_the_work_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with (
         pytest.warns(UserWarning, match="2 threads do the work of processes: .*cannot be pickled.*lambda"),
-        Workers(lambda n: (n, os.getpid()), 2) as workers,
+        closing(Workers(lambda n: (n, os.getpid()), 2)) as workers,
     ):
         assert workers.kind == "threads"
         assert workers.submit(5).result() == (5, os.getpid())
@@ -208,6 +211,7 @@ def test_a_context_that_cannot_be_used_is_an_error() -> None:
 
 IN_MAIN = """
 import torch, warnings
+from contextlib import closing
 from monai_gds.base.workers import Workers
 def work(n): return n + 1
 torch.cuda.is_initialized = lambda: True
@@ -215,7 +219,7 @@ torch.cuda.is_initialized = lambda: True
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         workers = Workers(work, 1)
-    with workers:
+    with closing(workers):
         print(workers.kind, workers.submit(1).result(), [str(w.message) for w in said])
 """
 
@@ -250,7 +254,7 @@ def test_so_is_one_whose_work_is_more_than_a_pipe_holds(context: str, tmp_path: 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_exceptions_arrive_with_the_traceback_of_the_worker(context: str) -> None:
-    with Workers(fail, 1, context) as workers:
+    with closing(Workers(fail, 1, context)) as workers:
         error = workers.submit("missing").exception()
         assert isinstance(error, KeyError)
         assert "in fail" in str(error.__cause__)
@@ -271,7 +275,7 @@ def test_a_worker_prints_though_a_bar_was_being_drawn_when_it_was_forked() -> No
     with Live(console=console):
         threading.Thread(target=draw).start()
         drawing.wait(30)
-        with Workers(say, 1, "fork") as workers:
+        with closing(Workers(say, 1, "fork")) as workers:
             assert workers.submit("from a worker").result(timeout=10) is None
         drawn.set()
 
@@ -310,7 +314,7 @@ def test_what_closed_workers_ran_is_freed() -> None:
     gc.collect()
     gc.disable()
     try:
-        with workers:
+        with closing(workers):
             workers.submit(100)
         del work, workers
         assert kept() is None
@@ -340,7 +344,7 @@ def test_ctrl_c_while_workers_are_forked_is_not_lost(times: int) -> None:
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_killed_worker_is_an_error_and_not_a_hang(context: str) -> None:
-    with Workers(die, 2, context) as workers:
+    with closing(Workers(die, 2, context)) as workers:
         futures = [workers.submit(i) for i in range(20)]
         errors = [future.exception(timeout=30) for future in futures]
         assert isinstance(errors[3], WorkerDied)
@@ -397,16 +401,16 @@ def test_closing_does_not_wait_for_large_calls_that_nobody_will_read(kill: bool)
     """The other worker, as that of a validation within an epoch, has inherited the pipe that they lie in."""
     workers = Workers(sleep_long, 1, "fork")
     futures = [workers.submit("x" * 200_000) for _ in range(3)]
-    with Workers(process, 1, "fork") as other:
+    with closing(Workers(process, 1, "fork")) as other:
         assert other.submit(0).result() != os.getpid()
         if kill:
             for child in workers._processes():
                 child.kill()
             assert isinstance(futures[0].exception(timeout=30), WorkerDied)
-        closing = threading.Thread(target=workers.close)
-        closing.start()
-        closing.join(20)
-        assert not closing.is_alive()
+        ending = threading.Thread(target=workers.close)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
     assert all(isinstance(future.exception(timeout=0), WorkerDied) for future in futures)
 
 

@@ -307,7 +307,7 @@ def test_a_copy_that_is_stopped_at_any_step_leaves_no_half_record(
     (record,) = far.glob("*.safetensors")
     digest = record.name[:32]
     near.mkdir(exist_ok=True)
-    tier = CacheDirectory(near, made.session.cache()._storage)  # type: ignore[union-attr]
+    tier = CacheDirectory(near, made.session.cache().storage)  # type: ignore[union-attr]
     copy = partial(tier.adopt, digest, str(record))
     files = [temporary.__file__, directory.__file__]
 

@@ -685,7 +685,7 @@ def test_a_process_that_has_the_cache_folder_does_not_read_what_another_read(
     cache.mkdir()
     sources = Sources("content", str(cache))
     found = [sources.identity(str(path)) for path in (volume, study)]
-    sources.flush()
+    sources._memo.flush()
     code = """
 from monai_gds.keys import sources
 def refuse(*_): raise AssertionError("read again")
@@ -723,12 +723,12 @@ def test_a_forked_child_knows_what_its_parent_knew_and_writes_its_own(no_ticks: 
         try:
             again = bytes_read(lambda: sources.identity(str(known)))
             sources.identity(str(new))
-            sources.flush()
+            sources._memo.flush()
             code = 0 if again == 0 else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    sources.flush()
+    sources._memo.flush()
     assert sorted(p.read_bytes().count(b"\n") for p in (tmp_path / ".index").iterdir()) == [1, 2]
     other = Sources("content", str(tmp_path))
     assert bytes_read(lambda: [other.identity(str(p)) for p in (known, late, new)]) < MIB

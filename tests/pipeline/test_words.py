@@ -7,6 +7,7 @@ import re
 import threading
 import traceback
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def fail(index: int) -> None:
 
 def test_a_worker_does_not_lose_notes() -> None:
     assert not hasattr(pickle.loads(pickle.dumps(Odd("x"))), "__notes__")
-    with Workers(fail, 1) as workers:
+    with closing(Workers(fail, 1)) as workers:
         text = raised(workers.submit(7).result)
     assert "Odd: odd" in text
     assert text.endswith("monai_gds: while computing item 7 of the dataset: /data/a")

@@ -51,14 +51,17 @@ class ImageStorage:
     Args:
         backend, device, options: passed to :func:`monai_gds.open_storage`, which may raise.
         pinned: host buffers are pinned, for a decoder on a GPU.
+
+    Attributes:
+        storage: returns the storage of this process.
     """
 
     def __init__(
         self, backend: str, device: torch.device, *, pinned: bool = False, options: Mapping[str, Any] | None = None
     ) -> None:
         self.device = device
-        self._storage = PerProcess(partial(open_storage, backend, device, **(options or {})))
-        self._storage()  # an error now, if the backend does not work here
+        self.storage = PerProcess(partial(open_storage, backend, device, **(options or {})))
+        self.storage()  # an error now, if the backend does not work here
         self._pinned = pinned and device.type == "cpu"
         self._free: deque[torch.Tensor] = deque(maxlen=limits.IMAGE_BUFFERS)
 
@@ -75,23 +78,13 @@ class ImageStorage:
         """Starts reads into one buffer, which ``split`` cuts into images, after a step in the thread that reads."""
         buffer = None
         if self.device.type == "cuda":  # new memory has no earlier reader: filling one of ours waits for the training
-            pending = self._storage().load(reads)
+            pending = self.storage().load(reads)
         else:
             buffer = self.take(int(reads.sizes[0]))
-            pending = self._storage().fill(reads, [buffer])
+            pending = self.storage().fill(reads, [buffer])
         if step is not None:
             pending = pending.then(step)
         return Fetch(pending, split) if buffer is None else Fetch(pending, split, partial(self._give_back, buffer))
-
-    @property
-    def coherent(self) -> bool:
-        """Whether reads see what the file system sees, so that a file's identity shows whether it has changed."""
-        return self._storage().coherent
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether images take so long to be read that many should be in flight at once."""
-        return self._storage().is_slow
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 host tensor of this many bytes or more."""
@@ -111,7 +104,7 @@ class ImageStorage:
         nbytes += nbytes // 4  # so that it fits the next batches too
         if self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._storage().memory(nbytes)
+        return self.storage().memory(nbytes)
 
     def _give_back(self, memory: torch.Tensor) -> None:
         if self._pinned:
@@ -120,7 +113,7 @@ class ImageStorage:
     def close(self) -> None:
         """Frees unused buffers and the backend's threads. Images handed out stay valid."""
         self._free.clear()
-        if storage := self._storage.made():
+        if storage := self.storage.made():
             storage.close()
 
 

@@ -57,14 +57,9 @@ class Running:
         return isinstance(self.task, ItemTask) and self.task.guess is not None
 
     @property
-    def is_done(self) -> bool:
-        """Whether its result can be had without waiting."""
-        return self.answer.done()
-
-    @property
     def has_program(self) -> bool:
         """Whether it is an item that has been recorded."""
-        if not self.is_done or self.answer.exception() is not None:  # to raise it would make it hold its frames
+        if not self.answer.done() or self.answer.exception() is not None:  # to raise it would make it hold its frames
             return False
         return getattr(self.answer.result()[0], "program", None) is not None
 
@@ -75,13 +70,14 @@ class Crew:
     Args:
         order: how many, and how they are started.
         work: what they do.
+        idle: where they wait between epochs.
 
     Raises:
         ValueError: the work cannot be sent to processes that are not forked.
     """
 
-    def __init__(self, order: Order, work: Work) -> None:
-        self.order = order
+    def __init__(self, order: Order, work: Work, idle: list[Crew]) -> None:
+        self.order, self._idle = order, idle
         self.arenas = Arenas(order.most_bytes, order.ahead + order.waiting + _DELIVERED)
         self._process = os.getpid()
         self._work, self._mark = work, mark_of(work)
@@ -189,6 +185,13 @@ class Crew:
             if measurements is not None and watch is not None:
                 watch.add(measurements)
             return found
+
+    def end_epoch(self, complete: bool) -> None:
+        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
+        if complete:
+            self._idle.append(self)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Ends the processes at once, and removes what they leave half-written."""

@@ -57,7 +57,7 @@ class _Batch(NamedTuple):
 
 
 class WorkerBatches:
-    """The batches of one epoch, in order. Belongs to the loader's thread, but for :meth:`close`.
+    """The batches of one epoch, in order. Belongs to the loader's thread.
 
     Args:
         crew: the processes, which have begun this epoch.
@@ -67,12 +67,12 @@ class WorkerBatches:
         device: where batches go.
         batches: what to make.
         watch: adds up what workers measure.
-        idle: where the processes are left for the next epoch.
         skipping: what takes the places of items that cannot be made; None: their errors are raised.
         around: the settings of the consumer, which hold for random transforms.
 
     Attributes:
         whole: whether :meth:`next_batch` returns batches, rather than items for the rest of their transforms.
+        complete: whether there are no more batches.
         inference: whether their tensors are made in inference mode.
     """
 
@@ -81,16 +81,16 @@ class WorkerBatches:
 
     def __init__(
         self, crew: Crew, parts: Sequence[GDSDataset], splits: Sequence[Split], done: Sequence[int],
-        device: torch.device, batches: Iterable[Drawn], watch: Watch | None, idle: list[Crew],
+        device: torch.device, batches: Iterable[Drawn], watch: Watch | None,
         skipping: Skipping | None = None, around: OfThread = OfThread((), False),  # noqa: B008 (immutable)
     ) -> None:  # fmt: skip
         self._crew, self._parts, self._splits, self._done = crew, parts, splits, done
-        self._news, self._skipping, self._around = crew.news, skipping, around
-        self._device, self._batches, self._watch, self._idle = device, iter(batches), watch, idle
+        self._skipping, self._around = skipping, around
+        self._device, self._batches, self._watch = device, iter(batches), watch
         self.whole = all(len(split.steps()) == n for split, n in zip(splits, done, strict=True))
         self._under_way: deque[_Batch] = deque()
         self._error: Exception | None = None  # raised after the batches under way
-        self._complete = False
+        self.complete = False
 
     def taken(self, finished: tuple[int, int]) -> None:
         """Does nothing, unlike that of ReadAhead: the number of batches bounds what is under way."""
@@ -102,7 +102,7 @@ class WorkerBatches:
         if not self._under_way:
             if self._error is not None:
                 raise self._error
-            self._complete = True
+            self.complete = True
             return NO_BATCH
         drawn, running, arena = self._under_way.popleft()
         while (packed := self._result(drawn, running)) is not None:
@@ -139,17 +139,6 @@ class WorkerBatches:
         places, at = list(drawn.places), broken.number
         places[at] = self._skipping.instead(places[at], drawn.seeds[at], broken.why)
         return drawn._replace(places=places)
-
-    def close(self) -> None:
-        """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
-        self._news.put(None)
-
-    def end(self) -> None:
-        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
-        if self._complete:
-            self._idle.append(self._crew)
-        else:
-            self._crew.close()
 
     def _submit(self) -> bool:
         """Hands the next batch to the workers; False if there is none, or if drawing it failed."""

@@ -32,16 +32,15 @@ class Programs:
             own.
         trusts: what is known of the programs of each.
         watch: adds up what workers measure.
-        idle: where the processes are left for the next epoch.
         foresee: returns the batches of the next epoch, as far as that can be told.
     """
 
     def __init__(
         self, crew: Crew, loops: Mapping[GDSDataset, Split], trusts: Sequence[Trust], watch: Watch | None,
-        idle: list[Crew], foresee: Callable[[], Iterable[Drawn]],
+        foresee: Callable[[], Iterable[Drawn]],
     ) -> None:  # fmt: skip
-        self._crew, self._loops, self._trusts, self._watch, self._idle = crew, loops, trusts, watch, idle
-        self._foresee, self._news = foresee, crew.news
+        self._crew, self._loops, self._trusts, self._watch = crew, loops, trusts, watch
+        self._foresee = foresee
         self._parts = list(loops)
         self._next: list[list[tuple[tuple[GDSDataset, int, Seed], Running]]] = []  # the next epoch's first batches
         #: How many items are drawn ahead of those that are read.
@@ -136,14 +135,3 @@ class Programs:
             for part in self._parts:
                 if (cache := part.session.cache()) is not None:
                     cache.warm()
-
-    def close(self) -> None:
-        """Wakes the loader's thread, since the loop was left. May be called in any thread, by the collector too."""
-        self._news.put(None)
-
-    def end(self, complete: bool) -> None:
-        """Ends the processes, unless the epoch is complete: then they wait for the next one."""
-        if complete:
-            self._idle.append(self._crew)
-        else:
-            self._crew.close()

@@ -34,6 +34,7 @@ from monai_gds.base.file_systems import opened
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
 from monai_gds.errors import warn
+from monai_gds.programs.program import of_kind
 from monai_gds.storage.memory import tensor_at
 from monai_gds.storage.staging import pin, unpin
 
@@ -314,8 +315,4 @@ def _tensor(raw: Any, form: tuple[torch.dtype, Any, Any], kind: type[torch.Tenso
     dtype, shape, strides = form
     flat = raw if isinstance(raw, torch.Tensor) else torch.from_numpy(np.frombuffer(raw, np.uint8))
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = flat.view(dtype).as_strided(shape, strides)
-        if kind is not torch.Tensor:
-            tensor = tensor.as_subclass(kind)
-    vars(tensor).update(attributes)
-    return tensor
+        return of_kind(flat.view(dtype).as_strided(shape, strides), kind, attributes)

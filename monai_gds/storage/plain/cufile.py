@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from monai_gds.base.file_systems import Mount, device_over, mount_of, text_of
+from monai_gds.base.file_systems import Mount, mount_of, reached_over, text_of
 
 GUIDE = "https://docs.nvidia.com/gpudirect-storage/troubleshooting-guide/"
 
@@ -125,7 +125,7 @@ def _drives(device: Path) -> Iterator[_Drive]:
     elif not whole.name.startswith("nvme"):
         yield _Drive(whole.name, "is not an NVMe drive")
     else:
-        over = device_over(whole)
+        over = reached_over(whole)
         driver = _DRIVERS.get(over, "")
         yield _Drive(whole.name, "" if driver else f"is {over}", driver)
 

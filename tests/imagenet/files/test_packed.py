@@ -320,11 +320,10 @@ def test_a_folder_that_is_packed_anew_is_verified_anew(folder: Path, tmp_path: P
 
 
 def test_where_storage_bypasses_the_file_system_they_are_compared_in_every_epoch(
-    packed: Path, compared: list[int], monkeypatch: pytest.MonkeyPatch
+    packed: Path, compared: list[int]
 ) -> None:
-    monkeypatch.setattr(Counting, "coherent", False)
-    images = open_packed(packed)
-    reader = PackedReader(images, Counting(), ahead=2)
+    reader, storage, images = packed_reader(packed)
+    storage.storage().coherent = False
     for _ in range(2):
         list(reader.read([np.arange(COUNT)]))
     assert compared == 2 * images.sizes.tolist()
