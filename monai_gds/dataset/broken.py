@@ -75,11 +75,16 @@ def _path_at(cause: BaseException, item: Any) -> str | None:
     return found
 
 
-def where_and_why(failed: FailedItem) -> str:
-    """A file of an item that failed, and the reason. The error of a file that cannot be loaded names it already."""
-    if failed.error.startswith(kind := f"{BrokenItem.__name__}: "):
-        return failed.error.removeprefix(kind).partition(f" ({NOTE}")[0]
-    return f"{failed.path}: {failed.error}"
+def where_and_why(failed: FailedItem) -> tuple[str, str]:
+    """A file of an item that failed, and the reason, without the note that names the item's files once more.
+
+    The error of a file that cannot be loaded begins with its path.
+    """
+    why = failed.error.partition(f" ({NOTE}")[0]
+    if why.startswith(kind := f"{BrokenItem.__name__}: "):
+        path, _, reason = why.removeprefix(kind).partition(": ")
+        return path, reason
+    return failed.path, why
 
 
 def list_of(cache_dir: Path, pipeline: str) -> Path:
@@ -180,6 +185,7 @@ class Skipping:
         return f"{what} skipped in this epoch, and others took the places: {self._named()}"
 
     def _named(self) -> str:
-        named = [f"item {one.index} ({one.path}): {one.error[:_WORDS]}" for one in self.failed[:_NAMED]]
+        told = ((one.index, *where_and_why(one)) for one in self.failed[:_NAMED])
+        named = [f"item {index} ({path}): {why[:_WORDS]}" for index, path, why in told]
         more = len(self._broken) - len(named)
         return "; ".join(named) + (f"; and {more} more" if more else "")

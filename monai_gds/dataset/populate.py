@@ -341,7 +341,12 @@ class _Filling:
 
 
 def _name_some(failed: Sequence[FailedItem], count: int) -> str:
-    named = [f"  {item.index}: {where_and_why(item)}" for item in failed[:_NAMED]]
+    named: list[str] = []
+    first: dict[str, int] = {}  # the index of the first item that failed for a reason
+    for item in failed[:_NAMED]:
+        path, why = where_and_why(item)
+        named.append(f"  {item.index}: {path}: {why if why not in first else f'as item {first[why]}'}")
+        first.setdefault(why, item.index)
     if len(failed) > _NAMED:
         named.append(f"  and {len(failed) - _NAMED} more, see the error's attribute `failures`")
     others = ", the others are cached" if len(failed) < count else ""

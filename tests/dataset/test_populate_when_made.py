@@ -60,6 +60,15 @@ def test_each_broken_file_is_named_once(items: list[dict[str, Any]], tmp_path: P
         assert "while computing" not in line and items[n]["label"] not in line
 
 
+def test_a_reason_that_all_items_have_is_given_once(items: list[dict[str, Any]], tmp_path: Path) -> None:
+    wrong = Compose([LoadImaged(KEYS), ScaleIntensityd("imaeg")])
+    with pytest.raises(PopulateError, match="3 of 3 items failed:\n") as caught:
+        GDSDataset(items, wrong, tmp_path / "cache", "cpu", populate=True)
+    told = str(caught.value).splitlines()
+    assert told[1].startswith(f"  0: {items[0]['image']}: RuntimeError: ") and "Key `imaeg`" in told[1]
+    assert told[2:4] == [f"  {n}: {items[n]['image']}: as item 0" for n in (1, 2)]
+
+
 def test_what_no_record_holds_is_a_warning_unless_it_is_to_be_an_error(tmp_path: Path) -> None:
     steps = Compose([EnsureTyped("image"), Lambdad("name", func=lambda name: object() if name else name)])
     items = [{"image": np.zeros((1, 4, 4)), "name": name} for name in ("odd", "")]
