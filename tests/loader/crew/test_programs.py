@@ -697,8 +697,8 @@ def test_the_next_epoch_is_foreseen_with_validations_between(make: Make, every: 
 
 
 def crew_of_loop(loop: Any) -> Crew:
-    *_, programs, _ = loop._batches.stop.peek()[2]
-    return programs._crew
+    *_, news, _ = loop._batches.stop.peek()[2]
+    return next(one for one in gc.get_objects() if type(one) is Crew and one.news is news)
 
 
 SCALED = """
