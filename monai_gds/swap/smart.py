@@ -9,11 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 from monai.data import SmartCacheDataset as Theirs
 
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.inner import Picked
+from monai_gds.dataset.populate import Populated
 from monai_gds.swap.cached import Cached, CachedItems
 
 
@@ -126,6 +129,12 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
             self._replace_num: int = min(math.ceil(self.cache_num * self._replace_rate), len(data) - self.cache_num)
             self._replacements, self._replace_data_idx = [None] * self._replace_num, list(range(self._replace_num))
             self._compute_data_idx()
+
+    def populate(self, *args: Any, **kwargs: Any) -> Populated:
+        """As :meth:`GDSDataset.populate`, for all items, and not only those of this epoch."""
+        every = copy(self)
+        every.data = self._all
+        return GDSDataset.populate(every, *args, **kwargs)
 
     def _fill_cache(self, indices: Sequence[int] | None = None) -> list[int]:
         wanted = self._take(self._all)
