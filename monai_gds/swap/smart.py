@@ -6,6 +6,7 @@ import atexit
 import math
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -174,4 +175,7 @@ def _shut_down() -> None:
     """Ends what a script did not shut down: a thread that is in torch while the interpreter ends would abort it."""
     for dataset in list(_started):
         dataset._is_last = True
-        dataset.shutdown()
+        while dataset.is_started() and not dataset._try_shutdown():  # shutdown() waits for ever if the thread failed
+            time.sleep(0.01)
+        if dataset._replace_mgr is not None:
+            dataset._replace_mgr.join()
