@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -18,6 +17,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool, _RemoteTraceback
 from contextlib import contextmanager, suppress
 from functools import partial
+from mmap import PROT_READ, mmap
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkServerContext
@@ -91,9 +91,10 @@ class Workers(Generic[T]):
         environment = dict(os.environ) if self.kind == "forkserver" else None
         if self.kind != "fork":
             try:
-                sent = _InMemory(pickle.dumps(work))
+                sent = pickle.dumps(work)
             except Exception as e:
                 return f"the function that they would run cannot be pickled: {e}"
+            sent = _InMemory(sent)
         self._executor = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=_begin, initargs=(sent, environment)
         )
@@ -303,10 +304,10 @@ class _InMemory:
 # What follows runs in the workers.
 
 
-def _mapped(received: Any) -> mmap.mmap:
+def _mapped(received: Any) -> mmap:
     file = received.detach()
     try:
-        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        return mmap(file, 0, prot=PROT_READ)
     finally:
         os.close(file)
 
@@ -328,7 +329,7 @@ def _begin(work: Any, environment: Mapping[str, str] | None) -> None:
     torch.set_num_threads(1)  # the other workers are parallel enough, and OpenMP's threads do not survive a fork
     end_with_parent()
     print_past_bars()  # Lightning shows some of rich's
-    if isinstance(work, mmap.mmap):
+    if isinstance(work, mmap):
         try:
             work = pickle.loads(work)
         except Exception as e:

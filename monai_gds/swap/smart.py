@@ -6,14 +6,18 @@ import atexit
 import math
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 from monai.data import SmartCacheDataset as Theirs
 
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.inner import Picked
+from monai_gds.dataset.populate import Populated
 from monai_gds.swap.cached import Cached, CachedItems
 
 
@@ -127,6 +131,12 @@ class SmartCacheDataset(Cached, Theirs):  # type: ignore[misc]  # MONAI is untyp
             self._replacements, self._replace_data_idx = [None] * self._replace_num, list(range(self._replace_num))
             self._compute_data_idx()
 
+    def populate(self, *args: Any, **kwargs: Any) -> Populated:
+        """As :meth:`GDSDataset.populate`, for all items, and not only those of this epoch."""
+        every = copy(self)
+        every.data = self._all
+        return GDSDataset.populate(every, *args, **kwargs)
+
     def _fill_cache(self, indices: Sequence[int] | None = None) -> list[int]:
         wanted = self._take(self._all)
         positions = list(range(self.cache_num) if indices is None else indices)
@@ -165,4 +175,7 @@ def _shut_down() -> None:
     """Ends what a script did not shut down: a thread that is in torch while the interpreter ends would abort it."""
     for dataset in list(_started):
         dataset._is_last = True
-        dataset.shutdown()
+        while dataset.is_started() and not dataset._try_shutdown():  # shutdown() waits for ever if the thread failed
+            time.sleep(0.01)
+        if dataset._replace_mgr is not None:
+            dataset._replace_mgr.join()

@@ -108,6 +108,17 @@ def test_an_item_that_fails_in_the_background_raises_where_it_is_read(tmp_path: 
         _ = ours[1]
 
 
+def test_populate_fills_the_cache_with_what_later_epochs_have_too(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"progress": False, "cache_dir": tmp_path, "device": "cpu"}
+    ours = SmartCacheDataset(items(6), transform(), 0.5, 2, **arguments)
+    ours.update_cache()
+    ours.shutdown()
+    now = numbers(ours)
+    done = ours.populate(progress=False)
+    assert done.cached + done.computed == 6 and done.computed and numbers(ours) == now
+    assert ours.populate(progress=False).cached == 6
+
+
 def test_a_script_may_end_without_shutting_it_down(tmp_path: Path) -> None:
     """A thread that comes back from a C++ call while the interpreter ends would end the process with SIGABRT."""
     said = printed_by(
