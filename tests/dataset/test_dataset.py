@@ -732,7 +732,7 @@ def test_a_backend_that_cannot_serve_the_device(tmp_path: Path) -> None:
 def test_backend_options_reach_the_backend(make: Make) -> None:
     dataset = make(backend="posix", backend_options={"threads": 3})
     _ = dataset[0]
-    assert dataset.session.cache()._storage.describe()["threads"] == 3  # type: ignore[union-attr]
+    assert dataset.session.cache().storage.describe()["threads"] == 3  # type: ignore[union-attr]
     with pytest.raises(TypeError, match="warp"):
         _ = make(backend_options={"warp": 9})[0]
 
