@@ -87,7 +87,7 @@ def test_every_saved_run_is_shown_and_nothing_else_is() -> None:
 
 def test_the_figure_in_front_has_every_row_of_the_saved_run_and_its_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="this machine has no matplotlib")
-    found = json.loads((ROOT / "benchmarks/h200/training.json").read_text())
+    found = json.loads((ROOT / "benchmarks/h100/training.json").read_text())
     (report,) = found["reports"]
     drawn = [text.strip() for text in re.findall(r">([^<>]*)</text>", (ROOT / "benchmarks/training.svg").read_text())]
     told = re.search(r"!\[(Seconds per epoch.*?)\]", (ROOT / "README.md").read_text())
@@ -113,7 +113,7 @@ def test_the_figure_in_front_has_every_row_of_the_saved_run_and_its_numbers(tmp_
 
 def test_what_a_benchmark_printed_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="this machine has no matplotlib")
-    load_tool("figures").main([str(ROOT / "benchmarks/h200/training.json"), str(tmp_path / "bars.png")])
+    load_tool("figures").main([str(ROOT / "benchmarks/h100/training.json"), str(tmp_path / "bars.png")])
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes the figures of the first page again: of ``h200/training.json`` and ``cpu/memory.json`` in ``benchmarks/``.
+"""Writes the figures of the first page again: of ``h100/training.json`` and ``cpu/memory.json`` in ``benchmarks/``.
 
-    python -m tools.bench training --volumes 48 --workers 8 --epochs 3 --json benchmarks/h200/training.json
+    python -m tools.bench training --volumes 48 --workers 8 --epochs 3 --json benchmarks/h100/training.json
     python -m tools.bench memory --json > benchmarks/cpu/memory.json
     python tools/figures.py
 
@@ -32,7 +32,7 @@ __all__ = ["BENCHMARKS", "PICTURE", "draw", "read", "seconds", "words", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-TRAINING = BENCHMARKS / "h200/training.json"
+TRAINING = BENCHMARKS / "h100/training.json"
 MEMORY = BENCHMARKS / "cpu/memory.json"
 PICTURE = BENCHMARKS / "training.svg"
 
