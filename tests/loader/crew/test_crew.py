@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_at_any_step_is_replaced(
             assert_same(list(load(make(folder), programs)), expected)
         if not (folder / "1").exists():
             break
-    assert n > (30 if programs == "check" else 6)
+    assert n > (25 if programs == "check" else 6)
 
 
 @pytest.mark.parametrize("programs", PROGRAMS)
