@@ -440,7 +440,7 @@ def tiles(answers: Answers) -> Finding:
     if not devices:
         return Finding("tiles", Status.OPTIONAL, found, f"pip install {remedy}")
     extra = f"tiles-cuda{str(answers['torch'].values['cuda']).partition('.')[0]}"
-    found += ", so crops that follow a label cost a training several times as much"
+    found += ", so a training waits longer for its crops"
     return Finding("tiles", Status.NOTE, found, f"pip install 'monai_gds[{extra}]'")
 
 

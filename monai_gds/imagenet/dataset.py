@@ -77,9 +77,9 @@ class ImageNetDataset(IterableDataset[dict[str, Any]]):
             ``fn.decoders.image_random_crop``.
         skip_broken: replace an image that cannot be decoded, and its label, by another one, if possible of the same
             batch, and note it in ``broken``. Otherwise it raises BrokenImage. Because DALI 2.4 can crash at an image
-            that it refuses in a large batch, TIFF and JPEG 2000 images are decoded alone first, once each. (In a
-            ``graph`` with ``decode=False`` it can crash at any file that is no image, in batches of more than 4 images
-            per thread.)
+            that it refuses in a large batch, TIFF, JPEG 2000 and unusual JPEG images, such as those in CMYK, are
+            decoded alone first, once each. (In a ``graph`` with ``decode=False`` it can crash at any file that is not
+            an image, in batches of more than 4 images per thread.)
         num_threads, prefetch_queue_depth, exec_dynamic, threads: DALI's own, see
             :func:`~monai_gds.imagenet.dali.pipeline.execution`.
         window: reads a packed folder in whole files, as suits spinning disks, and shuffles within so many files at a

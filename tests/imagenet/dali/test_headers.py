@@ -68,6 +68,16 @@ def test_ordinary_jpegs_cost_no_pipeline(kind: str, monkeypatch: pytest.MonkeyPa
     assert Headers(1, {}).shapes([PLAIN[kind]], None).tolist() == [[HEIGHT, WIDTH]]
 
 
+def test_a_jpeg_of_two_colours_is_refused() -> None:
+    data = bytearray(encoded().tobytes())
+    frame = data.index(b"\xff\xc0")
+    data[frame + 2 : frame + 4] = struct.pack(">H", 8 + 3 * 2)
+    data[frame + 9] = 2
+    del data[frame + 16 : frame + 19]  # the third
+    with pytest.raises(PipelineFailed):
+        Headers(1, {}).shapes([np.frombuffer(data, np.uint8)], None)
+
+
 @pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.long)])
 def test_what_is_read_here_dali_reads_in_the_same_way(count: int) -> None:
     random, read = np.random.default_rng(count), 0
