@@ -15,8 +15,8 @@ from monai_gds.imagenet.dali.pipeline import PipelineFailed, dali, tensor_list
 class Headers:
     """Upright heights and widths of encoded images.
 
-    Those of ordinary JPEGs are read here, 64 in 0.3 ms. DALI reads the others in a pipeline of its own, which runs in the
-    caller's thread: 64 took 2.4 to 4.4 ms there, beside two threads that decode. In the pipeline that decodes,
+    Those of ordinary JPEGs are read here, 64 in 0.3 ms. DALI reads the others in a pipeline of its own, which runs in
+    the caller's thread: 64 took 2.4 to 4.4 ms there, beside two threads that decode. In the pipeline that decodes,
     arithmetic on shapes would take an operator per step: 7 ms for 64 images with 16 threads, where decoding on an H200
     takes 5. Headers are read in every epoch, since a file may have been replaced. DALI 2.4's decoders can crash in a
     batch of more than 4 images per thread if they refuse a header or a window: if the calling thread's share fails, it
