@@ -140,6 +140,8 @@ class CacheOptions:
         if not isinstance(given, Mapping):
             raise TypeError(f"options={given!r}: give CacheOptions(...), or a dict such as {{'verify': 'always'}}")
         if wrong := sorted(given.keys() - _NAMES):
+            if wrong[0] in signature(Settings.of).parameters:
+                raise TypeError(f"{wrong[0]}= is an argument of GDSDataset itself, beside options=")
             hint = meant(wrong[0], _NAMES, "help(CacheOptions) lists those it has")
             raise TypeError(f"CacheOptions has no option {wrong[0]!r}{hint}")
         return cls(**given)

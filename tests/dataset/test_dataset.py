@@ -1651,6 +1651,8 @@ def test_options_may_be_a_dict(make: Make) -> None:
     assert as_dict.settings.options == as_such.settings.options != make().settings.options
     with pytest.raises(TypeError, match=r"CacheOptions has no option 'checks': help\(CacheOptions\)"):
         make(options={"checks": "always"})
+    with pytest.raises(TypeError, match="compression= is an argument of GDSDataset itself"):
+        make(options={"compression": None})
     with pytest.raises(TypeError, match=r"CacheOptions has no option 'veriffy': did you mean 'verify'\?"):
         make(options={"veriffy": "always"})
     with pytest.raises(TypeError, match=r"options='always': give CacheOptions\(...\), or a dict"):
