@@ -12,7 +12,7 @@ import os
 import queue
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from monai_gds.dataset.programmed import Programmed, Seed
 from monai_gds.errors import WorkerDied
 from monai_gds.loader.crew.sending import mark_of, pickled_work
 from monai_gds.loader.crew.shared_memory import Arena, Arenas
-from monai_gds.loader.crew.worker import BatchTask, Guess, ItemTask, Work, Worker
+from monai_gds.loader.crew.worker import BatchTask, ItemTask, Work, Worker
 from monai_gds.pipeline.split import Split
 from monai_gds.programs.replay import answered
 
@@ -49,12 +49,8 @@ class Running:
     task: BatchTask | ItemTask
     answer: Future[tuple[Any, Measurements | None]]
     generation: int  # of the processes that were given it
+    foreseen: bool = False  # whether it was ordered before its epoch began
     begun: Programmed | None = None  # the item, if it was made before its epoch began
-
-    @property
-    def foreseen(self) -> bool:
-        """Whether it was ordered before its epoch began."""
-        return isinstance(self.task, ItemTask) and self.task.guess is not None
 
     @property
     def has_program(self) -> bool:
@@ -87,8 +83,6 @@ class Crew:
         self._generation = 0
         self._lost = False  # whether one was killed in this epoch
         self._ahead: dict[tuple[int, int, Seed], Running] = {}  # items of the next epoch, as far as it is foreseen
-        self._guesses = 0  # how often it was
-        self._wrong: Arena | None = None  # the number of the last guess that was wrong
         self.foresees = True  # whether the last guess was right
         #: Where answers of this epoch are told, and that its loop was left. Another epoch has another one.
         self.news: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -142,20 +136,15 @@ class Crew:
 
     def go_on(self, tasks: Sequence[ItemTask]) -> list[Running]:
         """Has items drawn that the next epoch will order, if it is the one that is foreseen."""
-        self._wrong = self._wrong or Arena(8)
-        self._guesses += 1
-        guess = Guess(self._guesses, self._wrong.place)
-        running = [self.submit(task._replace(guess=guess)) for task in tasks]
+        running = [replace(self.submit(task), foreseen=True) for task in tasks]
         self._ahead = {(t.part, t.number, t.seed): one for t, one in zip(tasks, running, strict=True)}
         return running
 
     def again(self, running: Running) -> None:
         """Has a task done once more."""
-        task = running.task
-        if isinstance(task, ItemTask):
-            task = task._replace(guess=None)
-        once_more = self.submit(task)
+        once_more = self.submit(running.task)
         running.task, running.answer, running.generation = once_more.task, once_more.answer, once_more.generation
+        running.foreseen = False
 
     def result(self, running: Running, watch: Watch | None) -> Any:
         """What a task gave; None if the loop was left meanwhile. Raises what the task raised, or WorkerDied."""
@@ -179,7 +168,7 @@ class Crew:
                 running.answer = Future()
                 running.answer.set_result((None, None))
                 raise
-            if found is None:  # it was foreseen, taken, and given up with those that were not
+            if found is None:  # its error was raised before, and it is needed once more
                 self.again(running)
                 continue
             if measurements is not None and watch is not None:
@@ -202,11 +191,9 @@ class Crew:
                 part.settings.tidy()
 
     def _give_up_guess(self) -> None:
-        """Has workers leave out what was foreseen and they have not begun. They have it in their queue already."""
+        """Forgets what was foreseen and not taken. Workers do it all the same, since they have it in their queue."""
         if self._ahead:
             self._ahead, self.foresees = {}, False
-            if self._wrong is not None:
-                self._wrong.memory[:] = list(self._guesses.to_bytes(8, "little"))
 
     def _replace(self) -> None:
         self._lost = True

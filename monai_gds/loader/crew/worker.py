@@ -62,13 +62,6 @@ class Broken(NamedTuple):
     why: Exception | str
 
 
-class Guess(NamedTuple):
-    """Which items the next epoch will order. In the memory is the number of the last guess that was wrong."""
-
-    number: int
-    place: Place
-
-
 class ItemTask(NamedTuple):
     """One item, whose random transforms are to be recorded."""
 
@@ -80,7 +73,6 @@ class ItemTask(NamedTuple):
     address: str | None  # of who computes numbers on the target; None: the worker does, on the CPU
     measured: bool
     work: Place | None = None
-    guess: Guess | None = None  # by which it was ordered; None: the epoch ordered it
 
 
 class Worker:
@@ -90,7 +82,7 @@ class Worker:
         self._given = work
         self._work: Work | None = None
         self._number = -1  # of the work that came later
-        self._mapped, self._of_guesses = Mapped(), Mapped()
+        self._mapped = Mapped()
 
     def __call__(self, task: BatchTask | ItemTask) -> tuple[Any, Measurements | None]:
         watch = Watch() if task.measured else None
@@ -98,16 +90,10 @@ class Worker:
             done = self._drawn(task) if isinstance(task, ItemTask) else self._packed(task)
         return done, None if watch is None else watch.take()
 
-    def _drawn(self, task: ItemTask) -> Answer | None:
-        if task.guess is not None and self._is_wrong(task.guess):
-            return None
+    def _drawn(self, task: ItemTask) -> Answer:
         work = self._work_of(task.work)
         asked = None if task.address is None else partial(ask, task.address)
         return draw(work.parts[task.part], task.number, task.seed, work.target, task.most, task.guesses, asked)
-
-    def _is_wrong(self, guess: Guess) -> bool:
-        room = self._of_guesses.room(guess.place, {guess.place.number})
-        return room is not None and int.from_bytes(room, "little") >= guess.number
 
     def _packed(self, task: BatchTask) -> Packed | Broken:
         work = self._work_of(task.work)
