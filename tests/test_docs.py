@@ -125,6 +125,23 @@ def test_the_table_of_short_memory_has_every_row_of_its_run() -> None:
         assert [line for line in lines if line.startswith(f"| {row['name']} | {read} | ")], row["name"]
 
 
+def test_the_ratios_of_latency_are_those_of_its_run() -> None:
+    reports = json.loads((ROOT / "benchmarks/cpu/latency.json").read_text())["reports"]
+    run = {report["title"]: {row["name"]: row for row in report["rows"]} for report in reports}
+    names = {"one read of all": "posix, one read of all", "a read of each": "posix, a read of each"}
+    lines = re.findall(r"^\| ((?:images|records|files) .*) \|$", (DOCS / "benchmarks/latency.md").read_text(), re.M)
+    assert len(lines) == 6
+    for line in lines:
+        what, *told = line.split(" | ")
+        kind, _, how = what.replace("files", "records").partition(", ")
+        name = {"images": f"FileReader, {how}"}.get(kind.split()[0]) or names.get(how, "GDSDataLoader, batches of 32")
+        for delay, ratio in ("1", told[0]), ("10", told[1]), ("50", told[3]):
+            rows = run[f"1024 {kind}, {delay} ms per open"]
+            found = rows[name]["median"] / rows["pread, 64 threads"]["median"]
+            assert found == pytest.approx(float(ratio), abs=0.006), (what, delay)
+        assert run[f"1024 {kind}, 10 ms per open"][name]["notes"]["opens in flight"] == told[4]
+
+
 def test_a_row_that_could_not_run_stays_in_the_figure() -> None:
     pytest.importorskip("matplotlib", reason="this machine has no matplotlib")
     tool = load_tool("figures")

@@ -115,7 +115,8 @@ def demo(
 
     The datasets take turns, epoch by epoch, under the same random numbers.
     PersistentDataset "+ meta" (track_meta=True, weights_only=False) is the one
-    that keeps metadata, as GDSDataset does.
+    that keeps metadata, as GDSDataset does. To limit memory takes root, so that
+    is `python -m tools.bench memory`, in a clone.
     """
     from monai_gds.bench import demo as job
     from monai_gds.bench.made_up import find_pairs, write_volumes
