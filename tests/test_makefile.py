@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tomllib
@@ -51,3 +52,9 @@ def test_the_site_needs_nothing_but_its_own_extra() -> None:
 def test_a_soak_takes_the_minutes_and_the_campaigns_that_it_is_given() -> None:
     given = would_run(ROOT, "soak", "VENV=.venv-of-nobody", "MINUTES=2", "CAMPAIGNS=kills disks")
     assert "-m tests.soak --minutes 2 kills disks" in given
+
+
+def test_the_lowest_versions_are_those_that_the_package_allows() -> None:
+    listed = [line for line in (ROOT / "tests/lowest.txt").read_text().splitlines() if not line.startswith("#")]
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(re.sub(r"(\.0)+$", "", line.replace("==", ">=")) for line in listed) == sorted(allowed)
