@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from monai.data import PersistentDataset, get_track_meta
 
+from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
@@ -343,6 +344,10 @@ class Session(NamedTuple):
         process_writer().flush()
         for uses in self.runtime.uses:
             uses.flush()
+
+    def settle(self) -> None:
+        """Waits a moment for what is being saved. Errors are left to whoever saves next."""
+        process_writer().settle(limits.SETTLE_SECONDS)
 
     def for_worker(self, *, convert: bool = False, loads: Literal["values", "programs"] | None = None) -> Session:
         """The session of a copy of the dataset, for another process whose items come on the CPU.
