@@ -158,7 +158,8 @@ class Session(NamedTuple):
                 runtime.split = None  # or the next access would use the key of the old transforms
                 raise
             runtime.misses.of = self.settings.began, keys.hashed.digest
-            if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
+            why = uncached(runtime.split) if self.settings.cache_dir is not None else ""
+            if why and Notice(why, self.settings.began).is_new():  # copies that fill the cache split, too
                 warn(why)
             if self.caches:
                 self.note_use(keys.pipeline())

@@ -189,9 +189,9 @@ def _imported_already() -> str:
     return "; ".join(found)
 
 
-def _derived(kinds: Iterable[type]) -> Iterator[type]:
+def _derived(kinds: Iterable[type[object]]) -> Iterator[type[object]]:
     """The classes of users that derive from these, and not from ours."""
-    for kind in dict.fromkeys(found for kind in kinds for found in kind.__subclasses__()):
+    for kind in dict.fromkeys(derived for one in kinds for derived in one.__subclasses__()):
         if not issubclass(kind, (GDSDataset, plain.Images)) and kind not in _STAND_INS:
             if not kind.__module__.startswith(("monai.", "monai_gds.")):
                 yield kind

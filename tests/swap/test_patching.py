@@ -89,8 +89,9 @@ def test_a_config_finds_them(items: list[dict[str, str]], tmp_path: Path) -> Non
 
 
 def test_a_cache_dataset_needs_no_transform(tmp_path: Path) -> None:
-    with monai_gds.patch(tmp_path), pytest.warns(monai_gds.CacheWarning, match="there is no transform"):
+    with monai_gds.patch(tmp_path), pytest.warns(monai_gds.CacheWarning, match="there is no transform") as told:
         assert list(monai.data.CacheDataset([1, 2])) == [1, 2]
+    assert len(told) == 1
 
 
 def test_undone_everything_is_as_before(tmp_path: Path) -> None:
