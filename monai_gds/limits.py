@@ -145,6 +145,11 @@ QUEUE_BYTES = 256 << 20
 #: Items that may wait to be written, however small. Adding up the bytes of so many, for every new item, takes 0.1 ms.
 QUEUE_ITEMS = 4096
 
+#: Seconds for which the end of a loop waits for what is still being saved. A script may remove the folder next, which
+#: would fail, or leave what is written meanwhile behind. Small volumes take milliseconds; an epoch of large ones takes
+#: much longer than this, and the next one goes on beside what is left.
+SETTLE_SECONDS = 0.5
+
 #: Bytes that are copied at a time from one directory to another.
 COPIED_BYTES = 4 << 20
 

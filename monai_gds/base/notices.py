@@ -92,10 +92,11 @@ def _table() -> mmap.mmap:
 
 def _join(descriptors: str) -> None:
     """Has ``_memory`` be that of another process, in which a spawned one finds it in turn."""
-    for entry in os.scandir(descriptors):
+    for name in os.listdir(descriptors):
+        path = f"{descriptors}/{name}"
         with suppress(FileNotFoundError):
-            if os.readlink(entry.path).startswith(f"/memfd:{_NAME} "):
-                theirs = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
+            if os.readlink(path).startswith(f"/memfd:{_NAME} "):
+                theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 os.dup2(theirs, _memory, inheritable=False)
                 os.close(theirs)
                 return

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from monai.data import PersistentDataset, get_track_meta
 
+from monai_gds import limits
 from monai_gds.base import stages
 from monai_gds.base.notices import Notice
 from monai_gds.base.process import Owner
@@ -157,7 +158,8 @@ class Session(NamedTuple):
                 runtime.split = None  # or the next access would use the key of the old transforms
                 raise
             runtime.misses.of = self.settings.began, keys.hashed.digest
-            if self.settings.cache_dir is not None and (why := uncached(runtime.split)):
+            why = uncached(runtime.split) if self.settings.cache_dir is not None else ""
+            if why and Notice(why, self.settings.began).is_new():  # copies that fill the cache split, too
                 warn(why)
             if self.caches:
                 self.note_use(keys.pipeline())
@@ -343,6 +345,10 @@ class Session(NamedTuple):
         process_writer().flush()
         for uses in self.runtime.uses:
             uses.flush()
+
+    def settle(self) -> None:
+        """Waits a moment for what is being saved. Errors are left to whoever saves next."""
+        process_writer().settle(limits.SETTLE_SECONDS)
 
     def for_worker(self, *, convert: bool = False, loads: Literal["values", "programs"] | None = None) -> Session:
         """The session of a copy of the dataset, for another process whose items come on the CPU.

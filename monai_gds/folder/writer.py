@@ -13,6 +13,7 @@ the thread if none runs.
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections import deque
@@ -111,12 +112,16 @@ class Writer:
 
     def flush(self) -> None:
         """Waits until everything submitted so far is written. Raises as :meth:`submit`."""
+        self.settle()
+        self._raise_error()
+
+    def settle(self, seconds: float = math.inf) -> None:
+        """As :meth:`flush`, but no longer than so many seconds, and errors are left to whoever comes next."""
         waiting = list(self._queue.values())
         if waiting:
             last = waiting.pop()
             del waiting  # else all items would stay in memory until the last one is written
-            self._wait(lambda: self._queue.get(last.path) is not last)
-        self._raise_error()
+            self._wait(lambda: self._queue.get(last.path) is not last, seconds)
 
     def _has_room(self, nbytes: int) -> bool:
         waiting = list(self._queue.values())
@@ -128,13 +133,14 @@ class Writer:
         if error is not None:
             raise error
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        while not until():
+    def _wait(self, until: Callable[[], bool], seconds: float = math.inf) -> None:
+        end = time.monotonic() + seconds
+        while not until() and (left := end - time.monotonic()) > 0:
             self._start()
             bell = Bell()
             self._bells.append(bell)
             if not until():  # it may have rung before the bell was there
-                bell.wait(_LOOK_AGAIN)
+                bell.wait(min(left, _LOOK_AGAIN))
 
     # Publishing
 

@@ -248,6 +248,7 @@ def _produce(
         if crew is not None and not hand_over.stopped:
             crew.end_epoch(ahead.complete)
             crew = None
+        next(iter(loops)).session.settle()  # the writer is the process's
         hand_over.end()
     except StopIteration as e:  # from a collate_fn, say: it would end the consumer's loop silently
         error = RuntimeError("StopIteration was raised while a batch was made")

@@ -322,7 +322,9 @@ class OfLMDB(StandIn, LMDBDataset):  # type: ignore[misc]  # MONAI is untyped
     _theirs = LMDBDataset
 
     def _make(self, given: Mapping[str, Any]) -> None:
-        """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect."""
+        """Makes the GDSDataset, and fills its cache. ``db_name`` and ``lmdb_kwargs`` have no effect, with a warning."""
+        if idle := ", ".join(name for name in ("db_name", "lmdb_kwargs") if name in given):
+            warn(f"{idle}: without effect, since there is no database. max_bytes= limits what the cache may occupy")
         database = {"db_name": "monai_cache", "progress": True, "lmdb_kwargs": None}
         options = CacheOptions.of(given.get("options", self._defaults.get("options", {}))).once()
         kept = {name: value for name, value in given.items() if name not in database}

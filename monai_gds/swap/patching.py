@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, SupportsIndex
@@ -18,6 +18,7 @@ from typing import Any, Self, SupportsIndex
 import monai.apps
 import monai.data
 
+from monai_gds.dataset.dataset import GDSDataset
 from monai_gds.dataset.settings import refuse
 from monai_gds.errors import HashingError, warn
 from monai_gds.swap import cached, loaders, plain, slides
@@ -131,8 +132,8 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
     ``ThreadDataLoader`` over one of ours become a :class:`~monai_gds.GDSDataLoader` with the same arguments.
     ``print(patch(…))`` lists what is replaced, and what is left alone and why.
 
-    A name of a caching dataset that a module has already imported (``from monai.data import CacheDataset``) stays
-    MONAI's there, and a warning says so: call this first, or use ``monai-gds run``.
+    A caching dataset that a module has already imported (``from monai.data import CacheDataset``) or derived a class
+    from stays MONAI's there, and a warning says so: call this first, or use ``monai-gds run``.
 
     Args:
         cache_dir: the folder of datasets that do not name one, as ``CacheDataset`` never does.
@@ -169,13 +170,13 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
         changes += [(kind, "__init__", _loader(kind)) for kind in _LOADERS]
         replaced |= {kind.__name__: "GDSDataLoader over datasets of ours" for kind in _LOADERS}
     if early := _imported_already():
-        warn(f"imported before patch(), and still MONAI's: {early}. Call patch() first, or use `monai-gds run`")
+        warn(f"imported or derived before patch(), and MONAI's still: {early}. Call patch() first, or `monai-gds run`")
     return Patch(changes, replaced)
 
 
 def _imported_already() -> str:
-    """The caching datasets that modules hold by their names, such as ``CacheDataset in __main__``."""
-    found = []
+    """The caching datasets that modules hold by their names or derive from, such as ``CacheDataset in __main__``."""
+    found = [f"{kind.__name__} in {kind.__module__}" for kind in _derived(_STAND_INS)]
     for module in [*sys.modules]:
         if module.partition(".")[0] in ("monai", "monai_gds", "__mp_main__"):  # the last one is __main__ again
             continue
@@ -186,6 +187,15 @@ def _imported_already() -> str:
         if names := [name for name, kind in _MONAIS.items() if held.get(name) is kind]:
             found.append(f"{', '.join(names)} in {module}")
     return "; ".join(found)
+
+
+def _derived(kinds: Iterable[type[object]]) -> Iterator[type[object]]:
+    """The classes of users that derive from these, and not from ours."""
+    for kind in dict.fromkeys(derived for one in kinds for derived in one.__subclasses__()):
+        if not issubclass(kind, (GDSDataset, plain.Images)) and kind not in _STAND_INS:
+            if not kind.__module__.startswith(("monai.", "monai_gds.")):
+                yield kind
+            yield from _derived([kind])
 
 
 _loader = loaders.constructor

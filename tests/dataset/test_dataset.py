@@ -1244,6 +1244,24 @@ def test_a_folder_may_go_once_items_are_returned(make: Make, cache_dir: Path, vo
     assert not cache_dir.exists()
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["whole", "left"])
+def test_a_folder_may_go_after_a_loop(make: Make, cache_dir: Path, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = CacheDirectory.publish
+
+    def slowly(*args: Any) -> bool:
+        time.sleep(0.05)
+        return publish(*args)
+
+    monkeypatch.setattr(CacheDirectory, "publish", slowly)
+    for _ in GDSDataLoader(make()):
+        if left:
+            break
+    assert not process_writer()._queue
+    assert list(cache_dir.glob("*.safetensors"))
+    shutil.rmtree(cache_dir)
+    assert not cache_dir.exists()
+
+
 def test_the_end_of_a_dataset_makes_nothing_in_a_folder_that_is_being_removed(make: Make, cache_dir: Path) -> None:
     dataset = make()
     dataset[0]
@@ -1279,6 +1297,11 @@ def test_a_loader_does_not_wait_for_the_disk_and_flush_does(
         slow_disk.set()
     assert len(list(cache_dir.glob("*.safetensors"))) == 2
     assert_same([dataset[0], dataset[1]], items)
+
+
+def test_the_end_of_a_loop_waits_for_no_slow_disk(make: Make, cache_dir: Path, slow_disk: threading.Event) -> None:
+    assert len(list(GDSDataLoader(make()))) == 3
+    assert list(cache_dir.glob("*.safetensors")) == []
 
 
 def test_an_item_that_is_being_saved_is_not_computed_again(make: Make, slow_disk: threading.Event) -> None:

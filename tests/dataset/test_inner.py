@@ -150,7 +150,7 @@ def test_filled_it_reads_each_item_once(items: list[dict[str, Any]], tmp_path: P
     assert len(epoch(full)) == 3 and READ == []
 
 
-@pytest.mark.filterwarnings("ignore:imported before patch")
+@pytest.mark.filterwarnings("ignore:imported or derived before patch")
 def test_under_patch_too(items: list[dict[str, Any]], tmp_path: Path) -> None:
     expected = epoch(CacheDataset(CacheDataset(items, loaded(), progress=False), outer(), progress=False))
     for _ in range(2):

@@ -523,9 +523,9 @@ def test_the_first_n_transforms(items: list[dict[str, Any]], tmp_path: Path, pat
 
 
 def test_an_lmdb_dataset_without_a_database(items: list[dict[str, Any]], tmp_path: Path, patched: Any) -> None:
-    ours = monai.data.LMDBDataset(
-        items, transform(), db_name="other", progress=False, lmdb_kwargs={"map_size": 1 << 30}, hash_transform=None
-    )
+    idle = {"db_name": "other", "lmdb_kwargs": {"map_size": 1 << 30}}
+    with pytest.warns(monai_gds.CacheWarning, match="db_name, lmdb_kwargs: without effect.* max_bytes= limits"):
+        ours = monai.data.LMDBDataset(items, transform(), progress=False, hash_transform=None, **idle)
     shutil.copytree(tmp_path / "volumes", tmp_path / "kept")
     shutil.rmtree(tmp_path / "volumes")
     assert ours.info() == {"size": 4, "filename": str(tmp_path / "cache")}

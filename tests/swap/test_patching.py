@@ -89,8 +89,9 @@ def test_a_config_finds_them(items: list[dict[str, str]], tmp_path: Path) -> Non
 
 
 def test_a_cache_dataset_needs_no_transform(tmp_path: Path) -> None:
-    with monai_gds.patch(tmp_path), pytest.warns(monai_gds.CacheWarning, match="there is no transform"):
+    with monai_gds.patch(tmp_path), pytest.warns(monai_gds.CacheWarning, match="there is no transform") as told:
         assert list(monai.data.CacheDataset([1, 2])) == [1, 2]
+    assert len(told) == 1
 
 
 def test_undone_everything_is_as_before(tmp_path: Path) -> None:
@@ -195,10 +196,20 @@ def test_every_dataset_and_loader_of_monai_is_in_one_of_the_lists(tmp_path: Path
         assert found - patched.replaced.keys() - patched.left_alone.keys() == set()
 
 
-@pytest.mark.parametrize("imported", ["CacheDataset", "PersistentDataset as Ours, CacheDataset", "Dataset, DataLoader"])
-def test_a_name_that_was_imported_before_is_told_with_its_module(imported: str, tmp_path: Path) -> None:
-    (tmp_path / "volumes.py").write_text(f"from monai.data import {imported}")
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("from monai.data import CacheDataset", "CacheDataset in volumes"),
+        ("from monai.data import PersistentDataset as Ours, CacheDataset", "CacheDataset in volumes"),
+        ("from monai.data import Dataset, DataLoader\nclass Mine(Dataset): pass", ""),
+        ("import monai.data\nclass Mine(monai.data.SmartCacheDataset): pass", "Mine in volumes"),
+        ("import monai_gds\nclass Mine(monai_gds.GDSDataset): pass", ""),
+    ],
+    ids=["name", "one of two", "not cached", "derived", "ours"],
+)
+def test_what_was_imported_or_derived_before_is_told_with_its_module(module: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "volumes.py").write_text(module)
     script = "import volumes, monai_gds; monai_gds.patch('cache')"
     done = warm().run("-c", script, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    told = re.findall(r"imported before patch\(\), and still MONAI's: .*\b(\w+ in volumes)\. Call patch", done.stderr)
-    assert told == (["CacheDataset in volumes"] if "CacheDataset" in imported else []), done.stderr
+    found = re.findall(r"derived before patch\(\), and MONAI's still: .*\b(\w+ in volumes)\b", done.stderr)
+    assert found == [told] * bool(told), done.stderr
