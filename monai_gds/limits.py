@@ -146,9 +146,11 @@ QUEUE_BYTES = 256 << 20
 QUEUE_ITEMS = 4096
 
 #: Seconds for which the end of a loop waits for what is still being saved. A script may remove the folder next, which
-#: would fail, or leave what is written meanwhile behind. Small volumes take milliseconds; an epoch of large ones takes
-#: much longer than this, and the next one goes on beside what is left.
+#: would fail, or leave what is written meanwhile. Small volumes take milliseconds.
 SETTLE_SECONDS = 0.5
+
+#: Bytes that are waited for there. More of them, as in a first epoch of large volumes, are saved beside the next epoch.
+SETTLE_BYTES = 64 << 20
 
 #: Bytes that are copied at a time from one directory to another.
 COPIED_BYTES = 4 << 20

@@ -347,8 +347,8 @@ class Session(NamedTuple):
             uses.flush()
 
     def settle(self) -> None:
-        """Waits a moment for what is being saved. Errors are left to whoever saves next."""
-        process_writer().settle(limits.SETTLE_SECONDS)
+        """Waits a moment for what is being saved, if it is little. Errors are left to whoever saves next."""
+        process_writer().settle(limits.SETTLE_SECONDS, limits.SETTLE_BYTES)
 
     def for_worker(self, *, convert: bool = False, loads: Literal["values", "programs"] | None = None) -> Session:
         """The session of a copy of the dataset, for another process whose items come on the CPU.

@@ -115,10 +115,13 @@ class Writer:
         self.settle()
         self._raise_error()
 
-    def settle(self, seconds: float = math.inf) -> None:
-        """As :meth:`flush`, but no longer than so many seconds, and errors are left to whoever comes next."""
+    def settle(self, seconds: float = math.inf, nbytes: float = math.inf) -> None:
+        """As :meth:`flush`, but no longer than so many seconds, and not for more bytes than these.
+
+        Errors are left to whoever comes next.
+        """
         waiting = list(self._queue.values())
-        if waiting:
+        if waiting and sum(job.nbytes for job in waiting) <= nbytes:
             last = waiting.pop()
             del waiting  # else all items would stay in memory until the last one is written
             self._wait(lambda: self._queue.get(last.path) is not last, seconds)

@@ -51,6 +51,7 @@ from monai_gds import (
     NotSaved,
     PopulateError,
     UnsupportedType,
+    limits,
 )
 from monai_gds.dataset.session import Session
 from monai_gds.folder import budget
@@ -1299,8 +1300,20 @@ def test_a_loader_does_not_wait_for_the_disk_and_flush_does(
     assert_same([dataset[0], dataset[1]], items)
 
 
-def test_the_end_of_a_loop_waits_for_no_slow_disk(make: Make, cache_dir: Path, slow_disk: threading.Event) -> None:
+@pytest.mark.parametrize(("seconds", "nbytes"), [(0.01, 1 << 30), (60.0, 0)])
+def test_the_end_of_a_loop_waits_for_little_and_for_no_slow_disk(
+    make: Make,
+    cache_dir: Path,
+    slow_disk: threading.Event,
+    seconds: float,
+    nbytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "SETTLE_SECONDS", seconds)
+    monkeypatch.setattr(limits, "SETTLE_BYTES", nbytes)
+    start = time.monotonic()
     assert len(list(GDSDataLoader(make()))) == 3
+    assert time.monotonic() - start < 30
     assert list(cache_dir.glob("*.safetensors")) == []
 
 
