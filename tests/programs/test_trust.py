@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import monai.transforms as mt
+import numpy as np
 import pytest
 import torch
 from monai.data import MetaTensor
@@ -85,3 +87,38 @@ def test_metadata_counts() -> None:
     assert not same({"image": image}, {"image": image.as_tensor()})
     assert not same({"image": image}, {"image": image.half()})
     assert not same([torch.tensor(0.0)], [torch.tensor(-0.0)])
+
+
+@dataclass
+class Study:
+    """What a user's own transform may put into an item."""
+
+    spacing: np.ndarray
+    image: torch.Tensor
+
+
+class Table:
+    """Compares cell by cell, as those of pandas do."""
+
+    def __eq__(self, other: object) -> Any:
+        return np.arange(3) == np.arange(3)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_values_of_any_kind_are_compared() -> None:
+    for make in (
+        lambda: np.float32("nan"),
+        lambda: np.datetime64("NaT"),
+        lambda: complex("nan"),
+        lambda: Study(np.arange(3), torch.ones(2)),
+        Table,
+        object,
+    ):
+        assert same({"x": make()}, {"x": make()})
+    turned, again = (mt.Flip(0)(MetaTensor(torch.ones(1, 2, 2))) for _ in range(2))  # by two objects, of other ids
+    again.applied_operations[0]["id"] = 3
+    assert same(Study(np.arange(3), turned), Study(np.arange(3), again))
+    assert not same(np.float32(1), np.float32(2))
+    assert not same(Study(np.arange(3), torch.ones(2)), Study(np.arange(3), torch.zeros(2)))
+    assert not same(Study(np.arange(3), torch.ones(2)), Study(np.ones(3), torch.ones(2)))

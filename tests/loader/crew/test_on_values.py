@@ -641,6 +641,14 @@ def test_what_cannot_be_pickled_is_named(make: Make, what: str, monkeypatch: pyt
         next(iter(load(dataset, multiprocessing_context="spawn", **settings)))
 
 
+@pytest.mark.long
+def test_a_lambda_is_sent_where_cloudpickle_is_installed(make: Make) -> None:
+    pytest.importorskip("cloudpickle")
+    seven = make(mt.Lambdad("image", func=lambda x: x * 0 + 7))
+    for batch in load(seven, multiprocessing_context="spawn"):
+        assert batch["image"].eq(7).all()
+
+
 class OnlyHere(mt.RandomizableTransform):  # type: ignore[misc]
     """Is not found in another process, as a class of a notebook."""
 
