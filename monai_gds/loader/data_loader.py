@@ -120,7 +120,8 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         buffer_size: how many finished batches may wait, as in ``ThreadDataLoader``, but at least 2.
         state: from which the first loop continues, as after :meth:`load_state_dict`.
         kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…; and
-            of ``ThreadDataLoader``. Those that have no effect here are named in a warning.
+            of ``ThreadDataLoader``. Those that have no effect here are named in a warning. Processes always stay for
+            the next epoch; ``persistent_workers=False`` has them do nothing for it before it begins.
 
     Raises:
         ValueError: ``prefetch``, ``prefetch_bytes``, ``repeats`` or ``buffer_size`` is not positive, or ``programs`` is
@@ -186,6 +187,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
         self.idle: list[Crew] = []
         #: Foresees the order of the next epoch.
         self.foresight = Foresight()
+        self.foresees = kwargs.get("persistent_workers") is not False
         self._trusts: weakref.WeakKeyDictionary[Split, Trust] = weakref.WeakKeyDictionary()  # by pipeline
         weakref.finalize(self, _close_all, self.idle)
         self._place: Place | None = None  # of the loop that was begun last

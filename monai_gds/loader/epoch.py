@@ -198,8 +198,8 @@ def _drawn(loader: Loader) -> Iterator[list[tuple[GDSDataset, int]]]:
 
 
 def _foreseen(loader: Loader) -> Iterator[Drawn]:
-    """The batches of the next epoch, as far as that can be told."""
-    found, dataset = loader.foresight.next_epoch(loader), loader.dataset
+    """The batches of the next epoch, as far as that can be told and is wanted."""
+    found, dataset = loader.foresight.next_epoch(loader) if loader.foresees else None, loader.dataset
     if found is not None:
         seed, batches = found
         yield from numbered(

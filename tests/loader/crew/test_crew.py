@@ -365,6 +365,14 @@ def as_they_are(items: list[Any]) -> list[Any]:
     return items
 
 
+def test_nothing_is_done_for_an_epoch_before_it_begins_where_that_is_not_wanted(tmp_path: Path) -> None:
+    expected = [list(loader) for loader in [load(make(tmp_path))] for _ in range(3)]
+    loader = load(make(tmp_path), persistent_workers=False)
+    for batches in expected:
+        assert_same(list(loader), batches)
+        assert not crew_of(loader)._ahead
+
+
 def test_nothing_is_made_before_an_epoch_where_the_last_one_was_not_foreseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
