@@ -401,7 +401,8 @@ class Code(Definitions):
             return [b"method", self.digest(value.__func__, where), self.digest(value.__self__, where)]
         if isinstance(value, _BUILT_IN) or type(value).__name__ in _OF_CYTHON:
             owner = getattr(value, "__self__", None)
-            bound = [] if owner is None or isinstance(owner, types.ModuleType) else [self.digest(owner, where)]
+            in_module = isinstance(owner, types.ModuleType) or type(owner).__name__ == "PyCapsule"  # by pybind11 2
+            bound = [] if owner is None or in_module else [self.digest(owner, where)]
             of_class = own_attribute(value, "__objclass__")
             module = getattr(value, "__module__", None) or getattr(of_class, "__module__", None)
             library = library_of(module) or b""

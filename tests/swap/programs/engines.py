@@ -176,7 +176,7 @@ def gan(study: Study) -> Iterator[Any]:
     yield [*generator.state_dict().values(), *critic.state_dict().values()]
 
 
-@program("Dataset", "DataLoader")
+@program("Dataset", "DataLoader", needs=("yaml",))
 def data_analyzer(study: Study) -> Iterator[Any]:
     """Auto3DSeg's analysis of the data, `DataAnalyzer`."""
     from monai.apps.auto3dseg import DataAnalyzer
