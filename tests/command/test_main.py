@@ -221,7 +221,7 @@ def test_an_error_of_the_users_code_is_shown_with_its_line_on_one_screen(
     assert (done.exit_code, done.stdout) == (1, "")
     assert lines[0] == "Traceback (most recent call last):" and shown in done.stderr
     assert lines[-1].startswith(last)
-    assert len(lines) <= 40
+    assert len(lines) <= 45
     assert "typer" not in done.stderr and "importlib" not in done.stderr
 
 

@@ -317,7 +317,7 @@ def swapped_before(step: str, call: int, cache: Path, somebodys: Path, monkeypat
 def test_swapped_for_a_link_at_any_step_costs_nobody_a_file(
     tmp_path: Path, way: Callable[[Path], Any], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for call in range(1, 100):
+    for call in range(1, 1000):
         cache, somebodys = tmp_path / f"{call}" / "cache", tmp_path / f"{call}" / "somebodys"
         for folder in (cache / ".tmp", somebodys):
             for number in range(3):
