@@ -117,14 +117,15 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             of batches stay. A warning at the end of the epoch lists what was skipped, as does :meth:`stats`. More than
             5 % of the dataset's items are an error.
         repeats: how often each batch is given, as by ``ThreadDataLoader``.
-        buffer_size: how many finished batches may wait, as in ``ThreadDataLoader``, but at least 2.
+        buffer_size: how many finished batches may wait, as in ``ThreadDataLoader``, but at least 2. 0, which is without
+            a bound there, is as 1.
         state: from which the first loop continues, as after :meth:`load_state_dict`.
         kwargs: arguments of ``monai.data.DataLoader``: ``batch_size``, ``shuffle``, ``sampler``, ``collate_fn``…; and
             of ``ThreadDataLoader``. Those that have no effect here are named in a warning. Processes always stay for
             the next epoch; ``persistent_workers=False`` has them do nothing for it before it begins.
 
     Raises:
-        ValueError: ``prefetch``, ``prefetch_bytes``, ``repeats`` or ``buffer_size`` is not positive, or ``programs`` is
+        ValueError: ``prefetch``, ``prefetch_bytes``, ``repeats`` or ``buffer_size`` is too small, or ``programs`` is
             none of these; from a loop, something cannot be sent to processes that are not forked; or from
             ``DataLoader``.
         BrokenItem: from a loop, a file cannot be loaded, or too many items cannot be made.
@@ -173,7 +174,7 @@ class GDSDataLoader(DataLoader):  # type: ignore[misc]  # MONAI is untyped
             raise ValueError("on_error='skip' is for GDSDatasets, and for Subset and ConcatDataset of them")
         super().__init__(dataset, num_workers, **kwargs)
         # Lightning makes loaders again, of the attributes that have the names of arguments: also of stats, below.
-        self.repeats, self.buffer_size = at_least_one("repeats", repeats), at_least_one("buffer_size", buffer_size)
+        self.repeats, self.buffer_size = at_least_one("repeats", repeats), at_least_one("buffer_size", buffer_size or 1)
         self.prefetch: int | None = prefetch
         given = None if prefetch_bytes is None else bytes_of(prefetch_bytes, "prefetch_bytes", least=1)
         self.prefetch_bytes: int | None = given

@@ -89,6 +89,11 @@ def test_as_many_batches_wait_as_the_buffer_holds(make: Make) -> None:
     until(lambda: len(epoch._hand_over._parcels) == 5)
 
 
+def test_a_buffer_without_a_bound_has_the_usual_one(make: Make) -> None:
+    """0 is that in MONAI's ThreadDataLoader."""
+    assert len(list(GDSDataLoader(make(4), batch_size=2, buffer_size=0))) == 2
+
+
 def test_each_worker_is_given_as_many_batches_as_asked_for(make: Make) -> None:
     assert GDSDataLoader(make(), 2, prefetch_factor=3).batches_in_flight() == 6
     assert GDSDataLoader(make(), 2).batches_in_flight() == 4
@@ -126,7 +131,7 @@ def test_defaults_and_what_is_heeded_need_no_word(make: Make) -> None:
         ({"colour": 2}, TypeError, r"no argument 'colour': help\(GDSDataLoader\)"),
         ({"repeats": 0}, ValueError, "repeats=0"),
         ({"repeats": 1.5}, TypeError, "repeats=1.5"),
-        ({"buffer_size": 0}, ValueError, "buffer_size=0"),
+        ({"buffer_size": -1}, ValueError, "buffer_size=-1"),
     ],
 )
 def test_wrong_arguments_name_themselves(make: Make, given: dict[str, Any], error: type[Exception], words: str) -> None:
