@@ -238,6 +238,7 @@ family(
 
 def instantiated(s: Study, _: None) -> Change:
     """What hydra's ``instantiate`` does: a class and its arguments from a file."""
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
     path = asset(s, "model.yaml")
     path.write_text("_target_: fractions.Fraction\nnumerator: 1\n")
     os.utime(path, (TIME, TIME))
