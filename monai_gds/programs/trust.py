@@ -128,8 +128,8 @@ def _same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(_same(a[name], b[name]) for name in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
-    if is_dataclass(a):
-        return all(_same(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
+    if is_dataclass(a) and not isinstance(a, type):
+        return all(_same(getattr(a, field.name, None), getattr(b, field.name, None)) for field in fields(a))
     try:
         equal = bool(a == b or (a != a and b != b))  # NaN
     except Exception:  # such as a table, which compares cell by cell

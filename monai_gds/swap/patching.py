@@ -170,7 +170,8 @@ def patch(cache_dir: str | os.PathLike[str], device: Any = "cpu", *, loaders: bo
         changes += [(kind, "__init__", _loader(kind)) for kind in _LOADERS]
         replaced |= {kind.__name__: "GDSDataLoader over datasets of ours" for kind in _LOADERS}
     if early := _imported_already():
-        warn(f"imported or derived before patch(), and MONAI's still: {early}. Call patch() first, or `monai-gds run`")
+        what_to_do = "Call patch() first, or use `monai-gds run`"
+        warn(f"imported or derived before patch(), and still MONAI's: {early}. {what_to_do}")
     return Patch(changes, replaced)
 
 

@@ -113,6 +113,7 @@ def test_values_of_any_kind_are_compared() -> None:
         lambda: complex("nan"),
         lambda: Study(np.arange(3), torch.ones(2)),
         Table,
+        lambda: Study,  # the class itself, whose fields have no values
         object,
     ):
         assert same({"x": make()}, {"x": make()})

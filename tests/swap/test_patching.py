@@ -211,5 +211,5 @@ def test_what_was_imported_or_derived_before_is_told_with_its_module(module: str
     (tmp_path / "volumes.py").write_text(module)
     script = "import volumes, monai_gds; monai_gds.patch('cache')"
     done = warm().run("-c", script, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    found = re.findall(r"derived before patch\(\), and MONAI's still: .*\b(\w+ in volumes)\b", done.stderr)
+    found = re.findall(r"derived before patch\(\), and still MONAI's: .*\b(\w+ in volumes)\b", done.stderr)
     assert found == [told] * bool(told), done.stderr
